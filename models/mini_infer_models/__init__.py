@@ -1,0 +1,1 @@
+"""Model families and weight loaders, one folder each."""

@@ -1,0 +1,1 @@
+"""Optimisations, one folder each. Nothing heavy is imported when a plugin module is."""
