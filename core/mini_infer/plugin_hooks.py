@@ -1,0 +1,140 @@
+"""Calls the hooks of a fixed list of plugins through pluggy and checks every answer.
+
+Contract: answers come in the order of the plugins given; an answer of the wrong type, an exception in a hook and two
+answers to a hook of one answer are ``PluginError``s that name the plugin. Wrappers see what the others answered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from mini_infer import hookspecs, interfaces
+from mini_infer.errors import MiniInferError, PluginConflictError, PluginLoadError
+from mini_infer.plugin_contract import refusal
+from mini_infer.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mini_infer.build_context import BuildContext
+    from mini_infer.plugin_contract import Plugin
+
+_ANSWERS: dict[str, tuple[type, ...]] = {
+    "scheduler": (interfaces.Scheduler,),
+    "cache_policy": (interfaces.CachePolicy,),
+    "sampler": (interfaces.Sampler,),
+    "executor": (interfaces.Executor,),
+    "step_runner": (interfaces.StepRunner,),
+    "proposer": (interfaces.Proposer,),
+    "model_adapters": (interfaces.ModelAdapter,),
+    "weight_loaders": (interfaces.WeightLoader,),
+    "attention_backends": (interfaces.AttentionBackend,),
+    "logits_processors": (interfaces.LogitsProcessor, interfaces.LateLogitsProcessor),
+    "model_transforms": (interfaces.ModelTransform,),
+    "extensions": (interfaces.Observer, interfaces.ServerExtension),
+}
+
+
+class PluginHooks:
+    """The hooks of an engine's plugins."""
+
+    def __init__(self, plugins: Sequence[Plugin]) -> None:
+        """Registers the plugins' hook implementations.
+
+        Raises:
+            PluginLoadError: an implementation has an unknown name or argument.
+        """
+        self._plugins = {plugin.name: plugin for plugin in plugins}
+        self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pluggy.add_hookspecs(hookspecs)
+        for plugin in reversed(plugins):  # pluggy calls the last registered first
+            try:
+                self._pluggy.register(plugin.module, name=plugin.name)
+            except pluggy.PluginValidationError as e:
+                raise refusal(plugin.source, str(e)) from e
+        self._check_pending()
+
+    def one(self, hook: str, context: BuildContext, default: Callable[[], Any]) -> tuple[Any, str]:
+        """Returns the one answer, or what ``default`` makes, and the name of the plugin that gave it, or "core".
+
+        Raises:
+            PluginConflictError: two plugins answered.
+            PluginLoadError: a plugin raised, or answered with something else than the hook's interface.
+        """
+        answers = [(plugin, answer) for plugin, answer in self._answers(hook, context) if answer is not None]
+        if len(answers) > 1:
+            both = " and ".join(str(plugin.source) for plugin, _ in answers)
+            raise PluginConflictError(f"{both} each bring a {hook}, and there is exactly one: leave one of them out")
+        for plugin, answer in answers:
+            self._check(plugin, hook, answer)
+        answer, name = (answers[0][1], answers[0][0].name) if answers else (default(), "core")
+        return self._wrapped(hook, context, [answer]), name
+
+    def many(self, hook: str, context: BuildContext) -> list[Any]:
+        """Returns all answers of a list hook, joined in the plugins' order.
+
+        Raises:
+            PluginLoadError: a plugin raised, or answered with something else than a sequence of the hook's interface.
+        """
+        answers = []
+        for plugin, answer in self._answers(hook, context):
+            if not isinstance(answer, list | tuple):
+                raise refusal(plugin.source, f"its hook '{hook}' must return a list, not {answer!r}")
+            for item in answer:
+                self._check(plugin, hook, item)
+            answers.append(answer)
+        return [item for answer in self._wrapped(hook, context, answers) for item in answer]
+
+    def _answers(self, hook: str, context: BuildContext) -> list[tuple[Plugin, Any]]:
+        """Calls each plain implementation by itself, so that an error and a conflict have a name."""
+        answers = []
+        for implementation in reversed(getattr(self._pluggy.hook, hook).get_hookimpls()):
+            if implementation.wrapper or implementation.hookwrapper:
+                continue
+            plugin = self._plugins[implementation.plugin_name]
+            try:
+                answer = implementation.function(*[context for _ in implementation.argnames])
+            except MiniInferError:
+                raise
+            except Exception as e:
+                raise refusal(plugin.source, f"its hook '{hook}' failed: {type(e).__name__}: {e}") from e
+            answers.append((plugin, answer))
+        return answers
+
+    def _wrapped(self, hook: str, context: BuildContext, answers: list[Any]) -> Any:
+        """Runs the hook's wrappers around the answers, which stand in for their implementations."""
+        caller = getattr(self._pluggy.hook, hook)
+        wrappers = {impl.plugin for impl in caller.get_hookimpls() if impl.wrapper or impl.hookwrapper}
+        if not wrappers:
+            return answers[0] if hook in hookspecs.ONE_ANSWER else answers
+        others = [plugin.module for plugin in self._plugins.values() if plugin.module not in wrappers]
+        stand_ins = [lambda answer=answer: answer for answer in reversed(answers)]
+        try:
+            return self._pluggy.subset_hook_caller(hook, others).call_extra(stand_ins, {"context": context})
+        except MiniInferError:
+            raise
+        except Exception as e:
+            names = ", ".join(sorted(impl.plugin_name for impl in caller.get_hookimpls() if impl.plugin in wrappers))
+            raise PluginLoadError(f"a wrapper of hook '{hook}' failed ({names}): {type(e).__name__}: {e}") from e
+
+    def _check(self, plugin: Plugin, hook: str, answer: Any) -> None:
+        expected = _ANSWERS[hook]
+        fits = (
+            isinstance(answer, type) and issubclass(answer, expected)
+            if hook == "attention_backends"
+            else (isinstance(answer, expected))
+        )
+        if not fits:
+            names = " or ".join(kind.__name__ for kind in expected)
+            raise refusal(plugin.source, f"its hook '{hook}' must answer with {names}, not {answer!r}")
+
+    def _check_pending(self) -> None:
+        for name, caller in vars(self._pluggy.hook).items():
+            if name.startswith("_") or caller.has_spec():
+                continue
+            for implementation in caller.get_hookimpls():
+                plugin = self._plugins[implementation.plugin_name]
+                hint = did_you_mean(name, _ANSWERS)
+                raise refusal(plugin.source, f"there is no hook '{name}'{hint}")
