@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.errors import ConfigError, PluginConflictError
+from mini_infer.errors import ConfigError, PluginConflictError, PluginLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,6 +106,7 @@ def discover(plugin_dirs: Iterable[str], modules: Iterable[Any] = ()) -> PluginI
 
     Raises:
         ConfigError: a folder of ``plugin_dirs`` is missing.
+        PluginLoadError: one of ``modules`` has no name.
     """
     sources = [
         PluginSource(point.name, point.module, group == MODEL_GROUP, point)
@@ -118,7 +119,10 @@ def discover(plugin_dirs: Iterable[str], modules: Iterable[Any] = ()) -> PluginI
         for path in sorted(folder.glob("[!_]*.py")):
             sources.append(PluginSource(path.stem.replace("_", "-"), str(path), False, path))
     for module in modules:
-        sources.append(PluginSource(module.name, getattr(module, "__name__", type(module).__name__), False, module))
+        origin = getattr(module, "__name__", type(module).__name__)
+        if not isinstance(getattr(module, "name", None), str):
+            raise PluginLoadError(f"plugin '{origin}' (in memory) cannot be used: it has no 'name'")
+        sources.append(PluginSource(module.name, origin, False, module))
     by_name: dict[str, tuple[PluginSource, ...]] = {}
     for source in sources:
         by_name[source.name] = (*by_name.get(source.name, ()), source)
@@ -127,10 +131,14 @@ def discover(plugin_dirs: Iterable[str], modules: Iterable[Any] = ()) -> PluginI
 
 def _import_file(path: Path) -> Any:
     """Runs a plugin file anew: each engine has its own module, and an edited file takes effect."""
-    name = f"mini_infer_plugin_file.{path.stem}"
+    name = f"mini_infer_plugin_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pydantic look up annotations there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

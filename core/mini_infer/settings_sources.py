@@ -77,6 +77,8 @@ def file_layer(path: Path, settings_cls: type[BaseSettings]) -> Layer:
         raise ConfigError(f"{path}: not UTF-8 text") from e
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the settings file: {e.strerror}") from e
+    if isinstance(values.get("plugin_dirs"), list):  # relative to the file that names them
+        values["plugin_dirs"] = [str(path.parent / str(folder)) for folder in values["plugin_dirs"]]
     lines = key_lines(text)
     return Layer(settings_cls, values, {".".join(key): f"{path}:{line}" for key, line in lines.items()})
 
