@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         return {key: self.source_of(key) for key in [*leaf_keys(self), *set_keys]}
 
     def source_of(self, key: str) -> str:
-        """Returns the source of the value at a dotted key, or of a table's first value; ``default`` if it is not set."""
+        """Returns the source of the value at a dotted key, or of a table's first value; ``default`` where unset."""
         inside = (source for other, source in self._sources.items() if other.startswith(f"{key}."))
         return self._sources.get(key) or next(inside, "default")
 

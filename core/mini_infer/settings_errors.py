@@ -90,6 +90,10 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:
+    """The origin of the value, else of the first value inside it, else of the table around it."""
     while key and key not in sources:
+        inside = next((source for other, source in sources.items() if other.startswith(f"{key}.")), None)
+        if inside is not None:
+            return inside
         key = key.rpartition(".")[0]
     return sources.get(key, "default")

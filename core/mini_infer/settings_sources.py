@@ -112,16 +112,18 @@ def is_text(source: str) -> bool:
 def read_text(text: str, annotation: Any) -> Any:
     """Reads text as a value of the annotated type: as it stands, as TOML, as JSON, as a list with commas.
 
-    Returns the text itself where none fits, for validation to complain about.
+    Where none fits, returns one of the right type but out of range, else the text, for validation to complain about.
     """
     adapter = TypeAdapter[Any](annotation)
+    nearest: Any = text
     for strict in (True, False):
         for value in _readings(text):
             try:
                 return adapter.validate_python(value, strict=strict)
-            except ValidationError:
-                continue
-    return text
+            except ValidationError as e:
+                if not all(detail["type"].endswith(("_type", "_parsing", "literal_error")) for detail in e.errors()):
+                    nearest = value
+    return nearest
 
 
 def read_texts(
