@@ -1,0 +1,21 @@
+"""The plugin ``qwen2``. Importing it imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mini_infer.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import ModelAdapter
+
+name = "qwen2"
+api_version = 0
+
+
+@hookimpl
+def model_adapters(context: BuildContext) -> list[ModelAdapter]:
+    from mini_infer_models.qwen2.model import Qwen2Adapter
+
+    return [Qwen2Adapter()]
