@@ -26,6 +26,10 @@ class Proposer(ABC):
     max_drafts: int
     """Most drafts a request and step."""
 
+    def width(self, num_decoding: int) -> int:
+        """Most drafts a request wanted in the coming step, given so many decoding requests; 0 keeps it overlapped."""
+        return self.max_drafts
+
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
         """For each request up to ``max_drafts`` token ids that may follow its last token; empty for none.

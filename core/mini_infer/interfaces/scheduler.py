@@ -81,7 +81,8 @@ class SchedulerView:
         block_size: tokens a block.
         num_free_blocks: blocks free now.
         num_evictable_blocks: cached blocks that nobody holds.
-        running: requests that hold blocks, in the order in which they entered.
+        num_running: requests that hold blocks, those with nothing to do now counted.
+        running: requests that hold blocks and have tokens to do, in the order in which they entered.
         waiting: requests that do not, in order of arrival, preempted ones in their old place; loading ones left out.
         num_in_flight: steps launched and not yet read.
     """
@@ -92,6 +93,7 @@ class SchedulerView:
     block_size: int
     num_free_blocks: int
     num_evictable_blocks: int
+    num_running: int
     running: Sequence[RequestView]
     waiting: Sequence[RequestView]
     num_in_flight: int
