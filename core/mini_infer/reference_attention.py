@@ -94,7 +94,7 @@ class ReferenceAttention(AttentionBackend):
         for first in range(0, query_len, _STRETCH):
             queries = min(_STRETCH, query_len - first)
             later = query_len - first - queries  # queries of the row that come after this stretch
-            width = -(-max(seq_len - later, 1) // self.block_size)
+            width = min(-(-max(seq_len - later, 1) // self.block_size), batch.block_table.shape[1])
             blocks = batch.block_table[row : row + count, :width]
             lens = batch.seq_lens[row : row + count, None] - later
             slots = torch.arange(width * self.block_size, device=lens.device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from mini_infer.interfaces.model import ModelConfig
 
@@ -32,6 +33,14 @@ class WeightLoader(ABC):
         Raises:
             ConfigError: a file is missing or truncated; file and tensor are named.
         """
+
+    def fill(self, module: "nn.Module", config: "ModelConfig") -> bool:
+        """Set the parameters of the built module in place, where they are, instead of bringing ``weights``.
+
+        Returns:
+            Whether it did; with True, ``weights`` is not asked. For formats without a checkpoint, such as random ones.
+        """
+        return False
 
     def hf_config(self, path: Path) -> Mapping[str, Any] | None:
         """``config.json``'s content if the format carries its own; None to read the file in ``prepare(path)``."""

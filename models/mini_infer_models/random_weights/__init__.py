@@ -1,0 +1,1 @@
+"""The weight loader for random weights."""
