@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-GENERATION_CONFIG = "generation_config.json"
-MODEL_CONFIG = "config.json"
+GENERATION_FILE = "generation_config.json"
+MODEL_FILE = "config.json"
+SAMPLING_VALUES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDefaults:
+class GenerationConfig:
     """What the folder says; None where it says nothing.
 
     Attributes:
@@ -53,8 +54,14 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling values that are there, by the names of ``SamplingParams``; no limit of length."""
+        values = {name: getattr(self, name) for name in SAMPLING_VALUES}
+        return {name: value for name, value in values.items() if value is not None}
 
-def load_generation_config(folder: Path) -> GenerationDefaults:
+
+def load_generation_config(folder: Path) -> GenerationConfig:
     """Read a model folder's files.
 
     Raises:
@@ -62,9 +69,9 @@ def load_generation_config(folder: Path) -> GenerationDefaults:
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+    for name in (GENERATION_FILE, MODEL_FILE):
         read = _Reader(name, _read_object(folder / name))
-        found = read.ids() | (read.sampling() if name == GENERATION_CONFIG else {})
+        found = read.ids() | (read.sampling() if name == GENERATION_FILE else {})
         for key, value in found.items():
             if key == "eos_token_ids":  # the files add up: a model may end a text by the ids of either
                 earlier = values.get(key, ())
@@ -74,7 +81,7 @@ def load_generation_config(folder: Path) -> GenerationDefaults:
                 )
             elif key not in values:
                 values[key], sources[key] = value, name
-    return GenerationDefaults(**values, sources=sources)
+    return GenerationConfig(**values, sources=sources)
 
 
 class _Reader:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mini_infer.errors import ConfigError
-from mini_infer.generation_config import GenerationDefaults, load_generation_config
+from mini_infer.generation_config import SAMPLING_VALUES, GenerationConfig, load_generation_config
+from mini_infer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def load(folder: Path, generation: Any = None, model: Any = None) -> GenerationDefaults:
+def load(folder: Path, generation: Any = None, model: Any = None) -> GenerationConfig:
     for name, content in (("generation_config.json", generation), ("config.json", model)):
         if content is not None:
             (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
@@ -23,7 +24,7 @@ def load(folder: Path, generation: Any = None, model: Any = None) -> GenerationD
 
 
 def test_missing_files_say_nothing(tmp_path: Path) -> None:
-    assert load(tmp_path) == GenerationDefaults()
+    assert load(tmp_path) == GenerationConfig()
 
 
 def test_all_values_and_where_they_came_from(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_all_values_and_where_they_came_from(tmp_path: Path) -> None:
         "top_p": 0.8,
         "transformers_version": "4.37.0",
     }
-    assert load(tmp_path, generation, {"eos_token_id": 151645, "bos_token_id": 8}) == GenerationDefaults(
+    assert load(tmp_path, generation, {"eos_token_id": 151645, "bos_token_id": 8}) == GenerationConfig(
         eos_token_ids=(151645, 151643),
         bos_token_id=7,
         pad_token_id=151643,
@@ -52,10 +53,17 @@ def test_all_values_and_where_they_came_from(tmp_path: Path) -> None:
         max_new_tokens=2048,
         sources={
             key: "generation_config.json"
-            for key in ("eos_token_ids", "bos_token_id", "pad_token_id", "temperature", "top_p", "top_k", "min_p")
-            + ("repetition_penalty", "max_new_tokens")
+            for key in ("eos_token_ids", "bos_token_id", "pad_token_id", "max_new_tokens", *SAMPLING_VALUES)
         },
     )
+
+
+def test_sampling_is_what_sampling_params_take(tmp_path: Path) -> None:
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+    config = load(tmp_path, {**given, "eos_token_id": 1, "max_new_tokens": 3})
+    assert config.sampling == given
+    assert SamplingParams(**config.sampling).top_k == 5
+    assert GenerationConfig().sampling == {}
 
 
 def test_eos_ids_of_both_files_add_up(tmp_path: Path) -> None:
@@ -66,7 +74,7 @@ def test_eos_ids_of_both_files_add_up(tmp_path: Path) -> None:
 
 def test_config_json_alone(tmp_path: Path) -> None:
     defaults = load(tmp_path, model={"eos_token_id": 2, "temperature": 0.1, "pad_token_id": -1})
-    assert defaults == GenerationDefaults(eos_token_ids=(2,), sources={"eos_token_ids": "config.json"})
+    assert defaults == GenerationConfig(eos_token_ids=(2,), sources={"eos_token_ids": "config.json"})
 
 
 def test_ids_inside_text_config(tmp_path: Path) -> None:
@@ -117,4 +125,4 @@ def test_broken_files_are_named(tmp_path: Path, content: str) -> None:
 
 def test_it_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        GenerationDefaults().top_k = 3  # type: ignore[misc]
+        GenerationConfig().top_k = 3  # type: ignore[misc]

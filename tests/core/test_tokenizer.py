@@ -367,7 +367,6 @@ def test_vocabulary() -> None:
     assert -1 not in T1.valid_ids
     assert (T1.eos_token_ids, T1.bos_token_id) == ((STOP,), None)
     assert (T2.eos_token_ids, T2.bos_token_id) == ((2,), 1)
-    assert T1.max_token_characters == len("<|stop|>")
     assert (T1.token_bytes(0xE4), T1.token_text(0xE4)) == (b"\xe4", "\ufffd")
     assert T1.decode([350, 65]) == "A"
     assert T1.detokenizer().push(65) == "A"

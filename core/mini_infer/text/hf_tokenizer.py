@@ -68,10 +68,6 @@ class HFTokenizer(Tokenizer):
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
 
-    @cached_property
-    def max_token_characters(self) -> int:
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return _encoded(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids, param="prompt")
 

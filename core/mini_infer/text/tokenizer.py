@@ -42,11 +42,6 @@ class Tokenizer(Protocol):
         """Whether ``apply_chat_template`` can work."""
         ...
 
-    @property
-    def max_token_characters(self) -> int:
-        """The most characters that one token stands for: a text of n characters has about n / this tokens or more."""
-        ...
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; spelled-out control tokens become control tokens.
 
