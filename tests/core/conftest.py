@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
+from tests.core.fake_plugins import FakeDistributions
 
 OTHERS = ("mini_infer_plugins", "mini_infer_models", "mini_infer_server")
 
@@ -26,3 +28,16 @@ def core_only() -> Iterator[None]:
     yield
     sys.meta_path.remove(refuser)
     sys.modules.update(hidden)
+
+
+@pytest.fixture
+def distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDistributions]:
+    """Distributions with plugins, gone again after the test."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield FakeDistributions(folder)
+    for name in set(sys.modules) - before:
+        if str(folder) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
