@@ -1,20 +1,143 @@
-"""The reference sampler, in plain PyTorch, for any device."""
+"""The reference sampler: batched PyTorch for any device, in which no row's token depends on another row.
 
+Contract: a row's token is x_t = argmax over v of (l_t(v) / T + g), the definition of ``Sampler``; l after penalties,
+logit bias and invalid ids (``penalties``), then temperature, then top-k, top-p and min-p (``truncation``); ties go to
+the lowest id. Everything is computed on (l - max l) / T, which no temperature overflows and which moves no argmax.
+
+Noise is computed only for rows with a temperature, and only for tokens that may be drawn. Which rows need what is known
+on the host, so nothing waits for a GPU. On a CPU, where looking at values costs nothing, short cuts look at them.
+"""
+
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mini_infer.interfaces.sampler import Sampler, SamplingRows
+from mini_infer.noise import NOISE_MAX, gumbel
+from mini_infer.penalties import adjust_logits
+from mini_infer.sampling_state import to_device
+from mini_infer.truncation import truncate
 
 if TYPE_CHECKING:
-    import torch
-
     from mini_infer.sampling_state import SamplingState
+
+# A top-k up to that many is drawn from as many candidates. On a CPU, top-p tries as many before it sorts all tokens.
+_NUM_CANDIDATES = 1024
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class ReferenceSampler(Sampler):
     """Temperature, top-k, top-p, min-p, penalties, logit bias and seeds."""
 
-    def sample(self, logits: "torch.Tensor", rows: SamplingRows, state: "SamplingState") -> "torch.Tensor":
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> torch.Tensor:
         """See ``Sampler.sample``."""
-        if state.invalid_token_ids is not None:
-            logits = logits.index_fill(1, state.invalid_token_ids, float("-inf"))
-        return logits.argmax(dim=-1)
+        logits = adjust_logits(logits, rows, state)
+        tokens = logits.argmax(dim=-1)
+        if not state.sampled_slots:
+            return tokens
+        small_top_k, nucleus, whole = _groups(rows.slots_host, state)
+        if small_top_k:
+            draws = _Draws.of(small_top_k, logits, rows, state)
+            widest = max(state.top_k_slots[rows.slots_host[i]] for i in small_top_k)
+            tokens[draws.index], _ = _draw_truncated(draws, state, widest)
+        if nucleus:
+            draws = _Draws.of(nucleus, logits, rows, state)
+            has_top_k = any(rows.slots_host[i] in state.top_k_slots for i in nucleus)
+            tokens[draws.index] = _draw_nucleus(draws, state, has_top_k)
+        if whole:
+            draws = _Draws.of(whole, logits, rows, state)
+            on_cpu = logits.device.type == "cpu"
+            tokens[draws.index] = _draw_whole_on_cpu(draws, state) if on_cpu else _draw_whole(draws, state)
+        return tokens
+
+
+def _groups(slots_host: list[int], state: "SamplingState") -> tuple[list[int], list[int], list[int]]:
+    """Rows with a temperature: those with a small top-k, others with top-k or top-p, and those with neither."""
+    small_top_k: list[int] = []
+    nucleus: list[int] = []
+    whole: list[int] = []
+    for i, slot in enumerate(slots_host):
+        if slot not in state.sampled_slots:
+            continue
+        top_k = state.top_k_slots.get(slot)
+        if top_k is not None and top_k <= _NUM_CANDIDATES:
+            small_top_k.append(i)
+        elif top_k is not None or slot in state.top_p_slots:
+            nucleus.append(i)
+        else:
+            whole.append(i)
+    return small_top_k, nucleus, whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Rows that draw in one way: their row numbers, slots, positions, and z = (l - max l) / T."""
+
+    index: torch.Tensor  # [num_draws] int64, into the step's rows
+    slots: torch.Tensor  # [num_draws] int64
+    positions: torch.Tensor  # [num_draws] int64
+    scaled: torch.Tensor  # [num_draws, vocab_size] float32
+
+    @classmethod
+    def of(cls, mine: list[int], logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> "_Draws":
+        index = to_device(mine, torch.int64, logits.device)
+        slots = rows.slots[index]
+        scaled = logits[index]
+        # A row without a finite logit stays as it is instead of becoming NaN; the worker reports it.
+        largest = scaled.amax(dim=1, keepdim=True).clamp_(_FLOAT32.min, _FLOAT32.max)
+        scaled.sub_(largest).div_(state.temperature[slots, None])
+        return cls(index, slots, rows.positions[index], scaled)
+
+    def take(self, index: torch.Tensor) -> "_Draws":
+        return _Draws(self.index[index], self.slots[index], self.positions[index], self.scaled[index])
+
+
+def _draw_truncated(draws: _Draws, state: "SamplingState", num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [num_draws], and whether each was drawn from all tokens that it might be drawn from."""
+    slots = draws.slots
+    token_ids, values, complete = truncate(
+        draws.scaled, state.top_k[slots], state.top_p[slots], state.min_p[slots], num_candidates=num_candidates
+    )
+    if values.device.type == "cpu":  # what may be drawn is a prefix
+        width = max(1, int((values > -torch.inf).sum(dim=1).amax()))
+        token_ids, values = token_ids[:, :width], values[:, :width]
+    scores = values + gumbel(state.seeds[slots], draws.positions, state.choices[slots], token_ids=token_ids)
+    wins = scores == scores.amax(dim=1, keepdim=True)
+    return torch.where(wins, token_ids, state.vocab_size - 1).amin(dim=1), complete
+
+
+def _draw_nucleus(draws: _Draws, state: "SamplingState", has_top_k: bool) -> torch.Tensor:
+    """Tokens [num_draws] of rows whose candidates cannot be counted beforehand."""
+    vocab_size = state.vocab_size
+    if draws.scaled.device.type != "cpu" or has_top_k or vocab_size <= _NUM_CANDIDATES:
+        return _draw_truncated(draws, state, vocab_size)[0]
+    tokens, complete = _draw_truncated(draws, state, _NUM_CANDIDATES)
+    rest = complete.logical_not().nonzero()[:, 0]
+    if rest.shape[0]:
+        tokens[rest] = _draw_truncated(draws.take(rest), state, vocab_size)[0]
+    return tokens
+
+
+def _draw_whole(draws: _Draws, state: "SamplingState") -> torch.Tensor:
+    """Tokens [num_draws] from the whole vocabulary, less what min-p drops."""
+    slots, scaled = draws.slots, draws.scaled
+    scaled.masked_fill_(scaled < state.min_p[slots, None].log(), -torch.inf)
+    noise = gumbel(state.seeds[slots], draws.positions, state.choices[slots], vocab_size=state.vocab_size)
+    return scaled.add_(noise).argmax(dim=1)
+
+
+def _draw_whole_on_cpu(draws: _Draws, state: "SamplingState") -> torch.Tensor:
+    """As ``_draw_whole``, without the tokens that would lose to the most likely one with the largest noise there is."""
+    seeds, choices = state.seeds[draws.slots], state.choices[draws.slots]
+    tokens = draws.scaled.argmax(dim=1)
+    to_beat = gumbel(seeds, draws.positions, choices, token_ids=tokens[:, None])[:, 0]  # its z is 0
+    floor = torch.maximum(to_beat - NOISE_MAX, state.min_p[draws.slots].log())
+    for i, scaled in enumerate(draws.scaled):
+        token_ids = (scaled >= floor[i]).nonzero()[:, 0]
+        if token_ids.shape[0]:  # none in a row without a finite logit
+            row = slice(i, i + 1)
+            noise = gumbel(seeds[row], draws.positions[row], choices[row], token_ids=token_ids[None])[0]
+            tokens[i] = token_ids[scaled[token_ids].add_(noise).argmax()]
+    return tokens

@@ -1,0 +1,62 @@
+"""What changes logits before temperature: penalties over the history, logit bias, ids that no tokenizer knows.
+
+Contract: a row's history is its prompt, its output so far, and the drafts before its position in this step. Repetition
+(Keskar et al., "CTRL", arXiv 1909.05858) sees prompt and output, presence and frequency (OpenAI API) the output only,
+in that order. Each change is float32, element by element, so a row's result never depends on the batch.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mini_infer.sampling_state import to_device
+
+if TYPE_CHECKING:
+    from mini_infer.interfaces.sampler import SamplingRows
+    from mini_infer.sampling_state import SamplingState
+
+
+def adjust_logits(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState") -> torch.Tensor:
+    """Penalties, bias and invalid ids for the rows that have any.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, overwritten.
+        rows: what each row is.
+        state: parameters and counts by slot.
+
+    Returns:
+        The same tensor.
+    """
+    if state.penalty_slots and (mine := [i for i, slot in enumerate(rows.slots_host) if slot in state.penalty_slots]):
+        _penalise(logits, rows, state, to_device(mine, torch.int64, logits.device))
+    if state.bias_slots and (mine := [i for i, slot in enumerate(rows.slots_host) if slot in state.bias_slots]):
+        width = max(state.bias_slots[rows.slots_host[i]] for i in mine)
+        _bias(logits, rows, state, to_device(mine, torch.int64, logits.device), width)
+    if state.invalid_token_ids is not None:
+        logits.index_fill_(1, state.invalid_token_ids, float("-inf"))
+    return logits
+
+
+def _penalise(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor) -> None:
+    assert state.output_counts is not None and state.prompt_mask is not None  # made with the first penalty slot
+    slots = rows.slots[mine]
+    counts = state.output_counts[slots]  # [len(mine), vocab_size], a copy
+    if rows.drafts_before is not None:
+        drafts = rows.drafts_before[mine]
+        counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(torch.int32))
+    in_output = counts > 0
+    seen = state.prompt_mask[slots].logical_or_(in_output)
+    values = logits[mine]
+    repetition = state.repetition_penalty[slots, None]
+    values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
+    values -= counts * state.frequency_penalty[slots, None]
+    values -= in_output * state.presence_penalty[slots, None]
+    logits[mine] = values
+
+
+def _bias(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor, width: int) -> None:
+    assert state.bias_token_ids is not None and state.bias_values is not None  # made with the first bias slot
+    slots = rows.slots[mine]
+    values = logits[mine]
+    values.scatter_add_(1, state.bias_token_ids[slots, :width], state.bias_values[slots, :width])
+    logits[mine] = values
