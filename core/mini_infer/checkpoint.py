@@ -1,77 +1,138 @@
-"""From a checkpoint to a module that is ready to be transformed and bound: the adapter, the loader, the weights.
+"""A checkpoint as the build step sees it: found, described and laid out without weights; then loaded.
 
-Contract: exactly one adapter and one loader are chosen, or a ``ConfigError`` lists what there is. The module is built
-without memory, materialised on its device, and every parameter is set before it is returned.
+Contract: ``find_checkpoint`` reads names and small files only, so that ``serve --dry-run`` is quick; every "auto" that
+it resolves becomes a ``Choice``.
 """
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from mini_infer.errors import ConfigError
+import torch
+
+from mini_infer.choices import Choice
+from mini_infer.demo import DEMO, demo_gguf_path
+from mini_infer.generation_config import GenerationConfig, load_generation_config
+from mini_infer.interfaces import CausalLM
+from mini_infer.layers.attention import Attention
+from mini_infer.model_config import flatten_hf_config, locate_model, make_model_config, read_hf_config
+from mini_infer.model_loading import choose_adapter, choose_loader, load_module
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from mini_infer.interfaces.model import ModelAdapter, ModelConfig
-    from mini_infer.interfaces.weight_loader import WeightLoader
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import ModelAdapter, ModelConfig, ModelTransform, WeightLoader
+    from mini_infer.plugin_manager import PluginManager
+    from mini_infer.settings import EngineSettings, Settings
+    from mini_infer.text.tokenizer import Tokenizer
 
 
-def choose_adapter(adapters: "Sequence[ModelAdapter]", hf: Mapping[str, Any]) -> "ModelAdapter":
-    """The first adapter that serves one of the checkpoint's architectures.
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """What is known before any weight is read.
+
+    Attributes:
+        path: the folder or file that holds the weights.
+        config: the model's description.
+        adapter: its family.
+        loader: its weight format.
+        choices: for each "auto" resolved here.
+    """
+
+    path: Path
+    config: "ModelConfig"
+    adapter: "ModelAdapter"
+    loader: "WeightLoader"
+    choices: list[Choice]
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as ``float32``."""
+        return str(self.config.dtype).removeprefix("torch.")
+
+    def on_paper(self) -> "nn.Module":
+        """The module without memory."""
+        with torch.device("meta"):
+            return self.adapter.build(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A module with its weights, transformed; and what belongs to it."""
+
+    module: "nn.Module"
+    config: "ModelConfig"
+    tokenizer: "Tokenizer | None"
+    generation: GenerationConfig
+
+    @property
+    def causal_lm(self) -> CausalLM:
+        """The module as the worker calls it."""
+        return cast("CausalLM", self.module)
+
+
+def attention_layers(module: "nn.Module") -> list[Attention]:
+    """Every attention layer, in the module's order."""
+    return [layer for layer in module.modules() if isinstance(layer, Attention)]
+
+
+def find_checkpoint(settings: "Settings", manager: "PluginManager", context: "BuildContext") -> FoundCheckpoint:
+    """Locate the model, choose its loader and family, and read its description.
 
     Raises:
-        ConfigError: none does; those supported are listed.
+        ConfigError: there is no such model, or nothing installed serves it.
     """
-    architectures = hf.get("architectures") or []
-    for adapter in adapters:
-        if any(name in adapter.architectures for name in architectures):
-            return adapter
-    wanted = "architecture " + " or ".join(architectures) if architectures else "a config.json without architectures"
-    supported = ", ".join(sorted({name for adapter in adapters for name in adapter.architectures})) or "none"
-    raise ConfigError(f"{wanted} is not supported; supported: {supported}")
-
-
-def choose_loader(loaders: "Sequence[WeightLoader]", path: Path, load_format: str = "auto") -> "WeightLoader":
-    """The loader that ``engine.load_format`` names, or for "auto" the first that finds its files at ``path``.
-
-    Raises:
-        ConfigError: there is no such loader, or no loader finds anything.
-    """
-    names = ", ".join(loader.name for loader in loaders) or "none"
-    if load_format != "auto":
-        for loader in loaders:
-            if loader.name == load_format:
-                return loader
-        raise ConfigError(f"engine.load_format '{load_format}' is unknown; known: auto, {names}")
-    for loader in loaders:
-        if loader.accepts(path):
-            return loader
-    if path.is_dir() and (pickles := sorted(file.name for file in path.glob("*.bin"))):
-        raise ConfigError(
-            f"{path} has its weights in {pickles[0]} only: a pickle can run code and is never opened; "
-            "give a folder with safetensors files"
+    engine = settings.engine
+    adapters, loaders = manager.model_adapters(context), manager.weight_loaders(context)
+    path = (
+        demo_gguf_path()
+        if settings.model == DEMO
+        else locate_model(
+            settings.model, revision=engine.revision, offline=engine.offline, weights=engine.load_format != "random"
         )
-    raise ConfigError(f"{path} holds no weights that a loader knows (loaders: {names})")
+    )
+    loader = choose_loader(loaders, path, engine.load_format)
+    carried = loader.hf_config(path)
+    hf = read_hf_config(loader.prepare(path)) if carried is None else flatten_hf_config(carried)
+    adapter = choose_adapter(adapters, hf)
+    config = make_model_config(hf, device=context.device, dtype=engine.dtype, path=path)
+    if engine.max_model_len != "auto" and engine.max_model_len < config.max_position_embeddings:
+        config = replace(config, max_position_embeddings=engine.max_model_len)
+    adapter.check(config)
+    found = FoundCheckpoint(path, config, adapter, loader, [])
+    found.choices.extend(_choices(engine, found))
+    return found
 
 
-def load_module(adapter: "ModelAdapter", loader: "WeightLoader", path: Path, config: "ModelConfig") -> "nn.Module":
-    """The checkpoint's module on ``config.device``, in evaluation mode.
+def _choices(engine: "EngineSettings", found: FoundCheckpoint) -> list[Choice]:
+    choices = []
+    if engine.dtype == "auto":
+        reason = "the fastest on a CPU" if found.config.device == "cpu" else "the checkpoint's own"
+        choices.append(Choice("engine.dtype", found.dtype_name, reason))
+    if engine.load_format == "auto":
+        choices.append(Choice("engine.load_format", found.loader.name, f"the format of {found.path.name}"))
+    return choices
 
-    Args:
-        adapter: of the checkpoint's family; its ``check`` has passed.
-        loader: of its format.
-        path: the checkpoint, as the loader's ``accepts`` saw it.
-        config: its ``max_position_embeddings`` is the longest sequence that will be served.
+
+def load_checkpoint(found: FoundCheckpoint, settings: "Settings", transforms: "list[ModelTransform]") -> LoadedModel:
+    """Read the weights, apply the transforms in order, load the tokenizer.
 
     Raises:
-        ConfigError: the weights do not fit the config, or cannot be read.
+        ConfigError: weights, transforms or tokenizer do not fit.
     """
-    import torch
+    module = load_module(found.adapter, found.loader, found.path, found.config)
+    for transform in transforms:
+        module = transform.apply(module, found.config)
+    folder = found.loader.prepare(found.path)
+    ignored = settings.engine.generation_config == "ignore"
+    generation = GenerationConfig() if ignored else load_generation_config(folder)
+    return LoadedModel(module, found.config, _tokenizer(folder, settings.engine), generation)
 
-    with torch.device("meta"):
-        module = adapter.build(config)
-    module = module.to_empty(device=config.device).eval()
-    if not loader.fill(module, config):
-        adapter.load(module, loader.weights(path, config))
-    return module
+
+def _tokenizer(folder: Path, engine: "EngineSettings") -> "Tokenizer | None":
+    if engine.skip_tokenizer:
+        return None
+    from mini_infer.text.hf_tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)

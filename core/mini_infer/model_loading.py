@@ -55,7 +55,7 @@ def choose_loader(loaders: "Sequence[WeightLoader]", path: Path, load_format: st
     raise ConfigError(f"{path} holds no weights that a loader knows (loaders: {names})")
 
 
-def load_model(adapter: "ModelAdapter", loader: "WeightLoader", path: Path, config: "ModelConfig") -> "nn.Module":
+def load_module(adapter: "ModelAdapter", loader: "WeightLoader", path: Path, config: "ModelConfig") -> "nn.Module":
     """The checkpoint's module on ``config.device``, in evaluation mode.
 
     Args:
