@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "toy": "ToyForCausalLM",
+}
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -36,6 +41,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    "toy": {"layer_kinds": ["full", "latent"], "sliding_window": 8, "rope_dim": 4},
 }
 
 
@@ -43,7 +49,7 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """The content of config.json of a model small enough for tests.
 
     Args:
-        family: ``llama``, ``qwen2`` or ``qwen3``.
+        family: ``llama``, ``qwen2``, ``qwen3``, or ``toy`` (see ``toy_model``).
         overrides: keys of config.json to set; None takes a key away.
     """
     if family not in FAMILIES:
@@ -84,6 +90,10 @@ def tiny_checkpoint(
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor in the checkpoint of a ``tiny_config``."""
+    if config["model_type"] == "toy":
+        from mini_infer.testing.toy_model import toy_shapes
+
+        return toy_shapes(config)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     qwen2 = config["model_type"] == "qwen2"
