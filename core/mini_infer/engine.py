@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mini_infer.drafting import Drafting
 from mini_infer.engine_log import EngineLog
 from mini_infer.errors import EngineError, PluginError, RequestError
 from mini_infer.late_inputs import LateMasks
@@ -80,6 +81,7 @@ class Engine:
         self._planner = Planner(
             parts.scheduler, parts.kv, self._table, limits.max_num_batched_tokens, limits.max_num_seqs
         )
+        self._drafting = Drafting(parts.proposer, limits.vocab_size)
         self._late = LateMasks(parts.late_processors, limits.vocab_size)
         self._launched: deque[_Launched] = deque()
         self._deltas: list[TokenDelta] = []
@@ -157,8 +159,8 @@ class Engine:
             self._read_oldest()
 
     def _step_overlapped(self) -> None:
-        if self._drafts_wanted():
-            self._drain()
+        if self._drafting.wanted(self._table.running):
+            self._drain()  # drafts continue tokens that have been read
         if not self._schedule_and_execute() or len(self._launched) >= self._max_in_flight:
             self._read_oldest()
 
@@ -171,7 +173,7 @@ class Engine:
     def _schedule(self) -> tuple["StepPlan", list[Request]] | None:
         self._at_fault = []
         with self._log.part("schedule"):
-            self._propose()
+            self._drafting.propose(self._table.running)
             planned = self._planner.plan(self._next_step_id, self._clock(), len(self._launched))
         for request in self._planner.preempted:
             self._log.event("preempted", request)
@@ -232,11 +234,10 @@ class Engine:
         if not launched.stale:
             request.num_computed_tokens += grant.num_tokens + max(len(row.token_ids) - 1, 0)
             prompt_logprobs = request.new_prompt_logprobs(row.prompt_logprobs)
-        token_ids, reason, stop_id = self._append(request, row.token_ids)
+        token_ids, reason, stop_id = request.append(row.token_ids)
         if not launched.stale:
             self._kv.commit(request)
-        if grant.draft_token_ids and self._parts.proposer is not None:
-            self._parts.proposer.observe(request.request_id, len(grant.draft_token_ids), len(row.token_ids) - 1)
+        self._drafting.observe(request, grant, row)
         if not (token_ids or prompt_logprobs or reason):
             return
         self._log.num_generated_tokens += len(token_ids)
@@ -252,21 +253,6 @@ class Engine:
         self._deltas.append(delta)
         if reason is not None:
             self._remove(request, reason)
-
-    def _append(self, request: Request, token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-        """Add drawn tokens up to the one that ends the request: (those added, why it ended, the id that ended it)."""
-        params = request.spec.params
-        if request.max_tokens == 0 and request.num_computed_tokens >= request.num_prompt_tokens:
-            return [], "length", None
-        for index, token_id in enumerate(token_ids):
-            request.token_ids.append(token_id)
-            num_output = len(request.token_ids) - request.num_prompt_tokens
-            is_eos = token_id in request.spec.eos_token_ids and not params.ignore_eos
-            if num_output >= params.min_tokens and (is_eos or token_id in params.stop_token_ids):
-                return token_ids[: index + 1], "stop", token_id
-            if num_output >= request.max_tokens:
-                return token_ids[: index + 1], "length", None
-        return token_ids, None, None
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self._deltas.append(TokenDelta(request_id=request.request_id, finish_reason=reason, error=error))
@@ -284,32 +270,7 @@ class Engine:
         self._late.leave(request)
         self._log.event("aborted" if reason == "abort" else "finished", request)
 
-    # -- drafts and faults --------------------------------------------------------------------------------------------
-
-    def _drafting_requests(self) -> list[Request]:
-        return [r for r in self._table.running if r.num_tokens_to_do + r.num_pending_tokens == 1 and not r.suspect]
-
-    def _drafts_wanted(self) -> bool:
-        proposer = self._parts.proposer
-        return proposer is not None and proposer.width(len(self._drafting_requests())) > 0
-
-    def _propose(self) -> None:
-        """Ask for drafts behind the next token of each decoding request whose tokens have all been read."""
-        proposer = self._parts.proposer
-        if proposer is None:
-            return
-        requests = [r for r in self._drafting_requests() if not r.in_flight]
-        width = proposer.width(len(requests)) if requests else 0
-        if width == 0:
-            return
-        drafts = proposer.propose(requests)
-        if len(drafts) != len(requests):
-            raise PluginError(f"proposer {type(proposer).__name__} drafted for {len(drafts)} of {len(requests)}")
-        for request, draft in zip(requests, drafts, strict=True):
-            if not all(0 <= token_id < self._parts.limits.vocab_size for token_id in draft):
-                raise PluginError(f"proposer {type(proposer).__name__} drafted a token outside the vocabulary")
-            room = request.num_prompt_tokens + request.max_tokens - request.num_tokens - 1
-            request.draft_token_ids = list(draft[: max(0, min(width, room))])
+    # -- faults -------------------------------------------------------------------------------------------------------
 
     def _isolate(self, error: Exception) -> None:
         """A host exception that names no row: its requests run again, each alone once; then the culprit ends.

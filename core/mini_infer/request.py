@@ -109,6 +109,25 @@ class Request:
         """Output read so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+        """Add drawn tokens up to the one that ends the request.
+
+        Returns:
+            (those added, why the request ends or None, the token that ended it or None).
+        """
+        params = self.spec.params
+        if self.max_tokens == 0 and self.num_computed_tokens >= self.num_prompt_tokens:
+            return [], "length", None
+        for index, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            num_output = len(self.token_ids) - self.num_prompt_tokens
+            is_eos = token_id in self.spec.eos_token_ids and not params.ignore_eos
+            if num_output >= params.min_tokens and (is_eos or token_id in params.stop_token_ids):
+                return token_ids[: index + 1], "stop", token_id
+            if num_output >= self.max_tokens:
+                return token_ids[: index + 1], "length", None
+        return token_ids, None, None
+
     def new_prompt_logprobs(self, computed: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """Those of the prompt's log-probabilities just computed that were not handed out before a preemption."""
         known = self.num_prompt_logprobs_given - self.num_prompt_logprobs
