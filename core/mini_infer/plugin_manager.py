@@ -73,6 +73,7 @@ class PluginManager:
         index: all plugins there are.
         resolution: which are enabled, and why.
         plugins: the loaded ones in hook order.
+        plugin_settings: the checked ``Settings`` of each loaded plugin that has one, by plugin name.
         answered: for each hook of one answer asked so far, the plugin that answered, or "core".
         notes: what a user may want to know and no error is, for the log of the start.
     """
@@ -97,14 +98,14 @@ class PluginManager:
         check_relations(self.plugins)
         self.answered: dict[str, str] = {}
         self.notes: list[str] = [f"plugin '{name}' is {why}" for name, why in self.resolution.left_out.items()]
-        self._plugin_settings: dict[str, BaseModel] = {}
+        self.plugin_settings: dict[str, BaseModel] = {}
         self._check_tables()
         self._hooks = PluginHooks(self.plugins)
         self._models: PluginHooks | None = None
 
     def context(self, *, dtype: str, log: Callable[[str], None]) -> BuildContext:
         """Returns the argument for all hooks of this engine."""
-        return BuildContext(self.settings, self.device, dtype, log, self._plugin_settings)
+        return BuildContext(self.settings, self.device, dtype, log, self.plugin_settings)
 
     def one(self, hook: str, context: BuildContext, default: Callable[[], Any]) -> Any:
         """Returns the answer to a hook of one answer; ``default`` makes the core's reference where no plugin answers.
@@ -183,7 +184,7 @@ class PluginManager:
             return
         values = read_texts(table, plugin.settings_model, key, self.settings.sources)
         try:
-            self._plugin_settings[plugin.name] = plugin.settings_model(**values)
+            self.plugin_settings[plugin.name] = plugin.settings_model(**values)
         except ValidationError as e:
             lines = error_lines(e, plugin.settings_model, self.settings.sources, key)
             raise ConfigError("\n".join(lines)) from e

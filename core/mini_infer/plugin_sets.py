@@ -22,8 +22,8 @@ class PluginSet:
 
 
 PLUGIN_SETS: Mapping[str, PluginSet] = {
-    "default": PluginSet("what serves best on this device", {"cpu": (), "cuda": ()}),
-    "paged-attention": PluginSet("attention over block tables", {}),
+    "default": PluginSet("what serves best on this device", {"cpu": ("cpu-attention",), "cuda": ()}),
+    "paged-attention": PluginSet("attention over block tables", {"cpu": ("cpu-attention",)}),
     "speculative-decoding": PluginSet("drafts that the model verifies", {}),
     "tensor-parallel": PluginSet("one model over several devices", {}),
     "quantization": PluginSet("weights of fewer bits", {}),
