@@ -1,0 +1,44 @@
+"""Progress bars on stderr; none when it is not a terminal.
+
+Contract: rich is imported only when a bar is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mini_infer.text_request import TextRequest
+
+
+@contextmanager
+def generation_progress(total: int) -> Iterator[Callable[[Sequence[TextRequest]], None]]:
+    """A bar over requests, with tokens a second; gives a function to call after each step."""
+    if not sys.stderr.isatty():
+        yield lambda requests: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tok/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, rate=0.0)
+
+        def show(requests: Sequence[TextRequest]) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            if elapsed <= 0.0:
+                return
+            tokens = sum(request.num_tokens() for request in requests)
+            bar.update(task, completed=sum(r.finished for r in requests), rate=tokens / elapsed)
+
+        yield show
