@@ -4,12 +4,13 @@ Contract: only a decoding request whose tokens have all been read is drafted for
 overlapped. A proposer says what may follow; what stands is the core's to decide (``mini_infer.acceptance``).
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mini_infer.errors import PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mini_infer.interfaces.proposer import Proposer
     from mini_infer.plan import Grant, RowOutput
     from mini_infer.request import Request
@@ -52,4 +53,4 @@ class Drafting:
 
 
 def _decoding(running: "Sequence[Request]") -> "list[Request]":
-    return [r for r in running if r.num_tokens_to_do + r.num_pending_tokens == 1 and not r.suspect]
+    return [r for r in running if r.num_tokens_to_do == 1 and not r.suspect]
