@@ -17,13 +17,11 @@ def block_key(parent: BlockKey, token_ids: Sequence[int], extra: str) -> BlockKe
     """Content key of a block.
 
     Args:
-        parent: key of the block before it; empty for the first.
+        parent: key of the block before it, which carries ``extra`` on; empty for the first.
         token_ids: the block's own tokens.
         extra: anything else that changes KV: tenant's salt, adapter.
     """
-    digest = hashlib.blake2b(parent, digest_size=16, key=extra.encode()[:64])
-    if not parent:
-        digest.update(len(extra).to_bytes(4, "little") + extra.encode())
+    digest = hashlib.blake2b(parent or hashlib.sha256(extra.encode()).digest(), digest_size=16)
     digest.update(array("q", token_ids).tobytes())
     return digest.digest()
 
