@@ -27,7 +27,8 @@ class BuildContext:
     Attributes:
         settings: the whole settings of this engine.
         device: the device resolved, such as ``"cpu"`` or ``"cuda:0"``; never ``"auto"``.
-        dtype: the activations' type resolved, such as ``"float32"``; never ``"auto"``.
+        dtype: the activations' type resolved, such as ``"float32"``; only for the hooks that find the model, which
+            decides it, as set.
         log: writes one line to the log of the start.
         plugin_settings: the checked ``Settings`` of each enabled plugin, by plugin name.
     """
