@@ -105,7 +105,7 @@ def damage(file: Path) -> str | None:
             return None
     cut = sorted((end, name) for name, end in ends.items() if 8 + header_size + end > size)
     return (
-        f"it ends after {size} of {8 + header_size + max(ends.values())} bytes, within tensor {cut[0][1]}"
+        f"it ends after {size} of {8 + header_size + max(ends.values())} bytes, within the tensor {cut[0][1]}"
         if cut
         else None
     )
