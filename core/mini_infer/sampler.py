@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # A top-k up to that many is drawn from as many candidates. On a CPU, top-p tries as many before it sorts all tokens.
 _NUM_CANDIDATES = 1024
 
+# On a CPU, vocabularies from here on are looked through for tokens that cannot win before noise is made for the others.
+_LARGE_VOCAB = 8192
+
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -48,8 +51,8 @@ class ReferenceSampler(Sampler):
             tokens[draws.index] = _draw_nucleus(draws, state, has_top_k)
         if whole:
             draws = _Draws.of(whole, logits, rows, state)
-            on_cpu = logits.device.type == "cpu"
-            tokens[draws.index] = _draw_whole_on_cpu(draws, state) if on_cpu else _draw_whole(draws, state)
+            look_first = logits.device.type == "cpu" and state.vocab_size >= _LARGE_VOCAB
+            tokens[draws.index] = _draw_possible(draws, state) if look_first else _draw_whole(draws, state)
         return tokens
 
 
@@ -128,7 +131,7 @@ def _draw_whole(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     return scaled.add_(noise).argmax(dim=1)
 
 
-def _draw_whole_on_cpu(draws: _Draws, state: "SamplingState") -> torch.Tensor:
+def _draw_possible(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     """As ``_draw_whole``, without the tokens that would lose to the most likely one with the largest noise there is."""
     seeds, choices = state.seeds[draws.slots], state.choices[draws.slots]
     tokens = draws.scaled.argmax(dim=1)

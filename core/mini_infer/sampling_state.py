@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mini_infer.noise import as_int64
 from mini_infer.sampling_params import MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class SamplingState:
     def add(self, row: "NewRow") -> None:
         """A request enters at ``row.slot``, which must be free. Counts are rebuilt from its tokens after preemption."""
         params, slot = row.params, row.slot
-        self.seeds[slot].fill_(row.seed - (1 << 64) if row.seed >= 1 << 63 else row.seed)
+        self.seeds[slot].fill_(as_int64(row.seed))
         self.choices[slot].fill_(row.choice)
         if params.temperature > 0.0:
             self._add_sampling(slot, row)

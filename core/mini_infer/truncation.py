@@ -41,7 +41,8 @@ def truncate(
     total = up_to[:, -1]
     if num_candidates < vocab_size:
         total = torch.where(top_k < vocab_size, total, _weights(scaled).sum(dim=1))
-    needed = torch.where(top_p < 1.0, top_p * total, torch.inf)[:, None]
+    # Rounded down, three of ten equal tokens reach 0.3 although 0.3 is no binary fraction.
+    needed = torch.where(top_p < 1.0, (top_p * total).floor_(), torch.inf)[:, None]
     keep = (up_to - weights < needed) & in_top_k & (values >= min_p.log()[:, None])
     keep[:, 0] = True
     complete = (up_to[:, -1:] >= needed)[:, 0] | (top_k <= num_candidates)
