@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mini_infer.cli.common import PlainCommand, make_console, open_llm, read_settings, settings_options
+from mini_infer.cli.common import PlainCommand, open_llm, print_table, read_settings, settings_options
 
 
 @click.group()
@@ -86,11 +86,5 @@ def _print(figures: dict[str, float], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(figures))
         return
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
-    make_console().print(table)
+    rows = [(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}") for name, value in figures.items()]
+    print_table(("figure", "value"), rows)

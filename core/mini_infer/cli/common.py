@@ -16,8 +16,6 @@ from mini_infer.errors import ConfigError, MiniInferError, PluginError, RequestE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import Console
-
     from mini_infer.llm import LLM
     from mini_infer.sampling_params import SamplingParams
     from mini_infer.settings import Settings
@@ -115,11 +113,17 @@ def read_sampling(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
     return llm.frontend.sampling_params(**{"max_tokens": None, **values})
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Returns a console that never wraps what a pipe or file gets."""
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints columns under a header, wrapped to a terminal's width, and never for a pipe or file."""
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        stderr=stderr, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200
-    )
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())

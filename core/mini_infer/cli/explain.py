@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.cli.common import make_console
+import click
+
+from mini_infer.cli.common import print_table
 from mini_infer.settings import leaf_keys
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def print_engine(settings: Settings) -> None:
         _print_generation(composition)
     _print_choices(composition.choices)
     for line in [*composition.log, _memory_note(composition)]:
-        make_console().print(line, markup=False)
+        click.echo(line)
 
 
 def _model(composition: Composition) -> list[tuple[str, str, str]]:
@@ -124,21 +126,13 @@ def _value(model: BaseModel, key: str) -> str:
 
 
 def _print_rows(first: str, second: str, third: str, rows: list[tuple[str, str, str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(first, second, third, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = make_console()
-    console.print(table)
-    console.print()
+    print_table((first, second, third), rows)
+    click.echo()
 
 
 def _print_choices(choices: list[Choice]) -> None:
-    console = make_console()
     for choice in choices:
-        console.print(f"{choice.name} = {choice.chosen}: {choice.reason}", markup=False)
+        click.echo(f"{choice.name} = {choice.chosen}: {choice.reason}")
         for name, why in choice.rejected:
-            console.print(f"  not {name}: {why}", markup=False)
-    console.print()
+            click.echo(f"  not {name}: {why}")
+    click.echo()
