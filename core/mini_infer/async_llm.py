@@ -170,6 +170,11 @@ class AsyncLLM:
         return self._frontend
 
     @property
+    def obituary(self) -> str | None:
+        """Why requests are not taken any more; None while they are."""
+        return self._dead
+
+    @property
     def alive(self) -> bool:
         """Whether requests can be taken."""
         return self._frontend is not None and self._dead is None

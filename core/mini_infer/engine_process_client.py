@@ -86,6 +86,8 @@ class ProcessClient:
         if self._wire is not None:
             self._wire.stopping = True
             self._send(Stop())
+        if self._wire is None or not self._wire.ready.done():  # still loading: it would not listen
+            self._process.kill()
         try:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -69,7 +69,10 @@ class Delta(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice, whole or as far as it has come. Attributes as those of ``Delta``."""
+    """One choice, whole or as far as it has come. Attributes as those of ``Delta``.
+
+    ``cumulative_logprob`` is the sum over ``token_ids``, if logprobs were asked for.
+    """
 
     index: int
     text: str
@@ -77,6 +80,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[PositionLogprobs] | None = None
+    text_offsets: list[int] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
 

@@ -138,6 +138,7 @@ class _Choice:
         self._text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._text_offsets: list[int] = []
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -176,6 +177,7 @@ class _Choice:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             logprobs=logprobs,
+            text_offsets=None if logprobs is None else self._text_offsets,
             cumulative_logprob=None if logprobs is None else sum(next(iter(p.values())).logprob for p in logprobs),
             error=self._error,
         )
@@ -219,6 +221,7 @@ class _Choice:
             delta.logprobs = [token.logprobs or {} for token in ready]
             delta.text_offsets = [min(token.start, self._num_given) for token in ready]
             self.logprobs += delta.logprobs
+            self._text_offsets += delta.text_offsets
         if finish is not None:
             self.finish_reason = finish
             delta.stop_reason, delta.error = self._stop_reason, self._error

@@ -123,12 +123,7 @@ class FakeBuilt:
 
 def fake_built(engine: FakeEngine | None = None, tokenizer: Any = "byte", **facts: Any) -> FakeBuilt:
     """A built engine over ``engine``, of the shape of the test bench's model "tiny"."""
-    known: dict[str, Any] = {
-        "name": "tiny",
-        "vocab_size": 384,
-        "max_model_len": 128,
-        "max_tokens_in_pool": 1024,
-    } | facts
+    shape = {"name": "tiny", "vocab_size": 384, "max_model_len": 128, "max_tokens_in_pool": 1024, **facts}
     if tokenizer == "byte":
         tokenizer = HFTokenizer(byte_tokenizer().hf())
-    return FakeBuilt(engine or FakeEngine(), ModelFacts(**{"name": "tiny", **shape, **facts}), tokenizer)
+    return FakeBuilt(engine or FakeEngine(), ModelFacts(**shape), tokenizer)
