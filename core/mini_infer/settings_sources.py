@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "MINI_INFER_"
-# Names with the prefix that are no settings: what tests and caches read.
-NOT_SETTINGS = frozenset({"MINI_INFER_TEST_FULL", "MINI_INFER_CACHE"})
+# Names with the prefix that are no settings.
+NOT_SETTINGS = frozenset({"MINI_INFER_TEST_FULL"})
 TABLES = ("engine", "server", "plugin")
 
 

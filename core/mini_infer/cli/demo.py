@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
-from mini_infer.cli.common import PlainCommand, read_settings, settings_options
+from mini_infer.cli.common import PlainCommand
 
 
 @click.command("demo-path", cls=PlainCommand)
-@settings_options
-def demo_path(**options: Any) -> None:
+@click.option("--family", type=click.Choice(["llama", "qwen2"]), default="llama", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+def demo_path(family: str, dtype: str) -> None:
     """Print the demo model's folder.
 
-    It is made at the first call; transformers loads it too.
+    It is made at the first call; transformers loads it too. As qwen2 it has the same weights and logits.
     """
-    from mini_infer.build import compose
+    from mini_infer.demo import demo_path as find
 
-    found = compose(read_settings(**options)).found
-    click.echo(found.loader.prepare(found.path))
+    click.echo(find(family, dtype))
