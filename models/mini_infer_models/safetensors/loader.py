@@ -29,7 +29,10 @@ class SafetensorsLoader(WeightLoader):
         return path.is_dir() and ((path / INDEX).is_file() or any(path.glob("*.safetensors")))
 
     def weights(self, path: Path, config: ModelConfig) -> "Iterator[tuple[str, torch.Tensor]]":
-        for shard, names in sorted(shards(path).items()):
+        found = sorted(shards(path).items())
+        for shard, names in found:
+            check_shard(path / shard, names)
+        for shard, names in found:
             yield from read_shard(path / shard, names)
 
 
@@ -69,17 +72,23 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def check_shard(file: Path, names: list[str] | None) -> None:
+    """Raise ConfigError if a file is missing or cut short; only its header is read, so big folders fail at once."""
+    if not file.is_file():
+        tensor = f" with the tensor {names[0]}" if names else ""
+        raise ConfigError(f"the weights file {file}{tensor} is missing; fetch it again")
+    if reason := damage(file):
+        raise ConfigError(f"{file} cannot be read: {reason}; fetch it again")
+
+
 def read_shard(file: Path, names: list[str] | None) -> "Iterator[tuple[str, torch.Tensor]]":
     """The tensors of one file, copies on the CPU.
 
     Raises:
-        ConfigError: the file or a tensor is missing or cut short.
+        ConfigError: the file is damaged, or lacks a tensor.
     """
     from safetensors import SafetensorError, safe_open
 
-    if not file.is_file():
-        tensor = f" with the tensor {names[0]}" if names else ""
-        raise ConfigError(f"the weights file {file}{tensor} is missing; fetch it again")
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             held = opened.keys()
@@ -88,24 +97,22 @@ def read_shard(file: Path, names: list[str] | None) -> "Iterator[tuple[str, torc
             for name in names or held:
                 yield name, opened.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read: {damage(file) or error}; fetch it again") from error
+        raise ConfigError(f"{file} cannot be read: {error}; fetch it again") from error
 
 
 def damage(file: Path) -> str | None:
-    """What a cut file lacks, in a few words, or None if it is damaged in another way."""
+    """What a cut file lacks, in a few words; None if it is whole, or damaged in another way than by its length."""
     size = file.stat().st_size
     with file.open("rb") as opened:
-        header_size = int.from_bytes(opened.read(8), "little")
-        if size < 8 + header_size:
+        data_start = 8 + int.from_bytes(opened.read(8), "little")
+        if size < max(data_start, 9):
             return f"it ends within its header, after {size} bytes"
         try:
-            header: dict[str, Any] = json.loads(opened.read(header_size))
+            header: dict[str, Any] = json.loads(opened.read(data_start - 8))
             ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             return None
-    cut = sorted((end, name) for name, end in ends.items() if 8 + header_size + end > size)
-    return (
-        f"it ends after {size} of {8 + header_size + max(ends.values())} bytes, within the tensor {cut[0][1]}"
-        if cut
-        else None
-    )
+    cut = sorted((end, name) for name, end in ends.items() if data_start + end > size)
+    if not cut:
+        return None
+    return f"it ends after {size} of {data_start + max(ends.values())} bytes, within the tensor {cut[0][1]}"
