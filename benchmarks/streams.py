@@ -32,7 +32,7 @@ def run(engine: str, workload: Workload, repeats: int) -> list[float]:
 
 def _command(engine: str, port: int) -> list[str]:
     if engine == "mini-infer-serve":
-        return [sys.executable, "-m", "mini_infer.cli", "serve", "--port", str(port)]
+        return [sys.executable, "-m", "mini_infer", "serve", "--port", str(port)]
     if engine == "transformers-serve":
         options = ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--continuous-batching"]
         options += ["--cb-block-size", "32", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "512"]

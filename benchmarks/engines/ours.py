@@ -18,7 +18,7 @@ def run(workload: Workload, repeats: int) -> list[float]:
         def seconds(output_lens: tuple[int, ...]) -> float:
             params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in output_lens]
             started = time.perf_counter()
-            outputs = llm.generate(prompts, params, progress=False)
+            outputs = llm.generate(prompts, params)
             elapsed = time.perf_counter() - started
             assert [len(o.outputs[0].token_ids) for o in outputs] == list(output_lens)
             return elapsed

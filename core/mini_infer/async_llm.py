@@ -7,7 +7,6 @@ cancellation is through, without awaiting anything. Answers to one request come 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -297,4 +296,4 @@ def _in_thread(settings: Settings) -> EngineClient:
     from mini_infer.build import build_engine
     from mini_infer.engine_thread import ThreadClient
 
-    return ThreadClient(lambda: build_engine(settings, progress=sys.stderr.isatty()))
+    return ThreadClient(lambda: build_engine(settings))

@@ -97,7 +97,7 @@ def _run(sock: socket.socket, inbox: _Inbox, start: Start) -> int:
     from mini_infer.settings import Settings
 
     try:
-        built = build_engine(Settings.from_json(start.settings), progress=sys.stderr.isatty())
+        built = build_engine(Settings.from_json(start.settings))
         tokenizer = None if built.tokenizer is None else TokenizerState.of(built.tokenizer)
         ready = Ready(built.facts, tokenizer, dataclasses.asdict(built.generation), built.log)
     except Exception as error:

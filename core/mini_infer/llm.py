@@ -6,7 +6,6 @@ call with one wrong request runs nothing. Calls from several threads take turns.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -59,7 +58,7 @@ class LLM:
         from mini_infer.build import build_engine
 
         resolved = settings_of_arguments(model, config, settings)
-        self._take(build_engine(resolved, progress=sys.stderr.isatty()), seed=resolved.engine.seed)
+        self._take(build_engine(resolved), seed=resolved.engine.seed)
 
     @classmethod
     def from_engine(cls, built: BuiltEngine, *, seed: int | None = None) -> LLM:

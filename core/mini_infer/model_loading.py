@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.errors import ConfigError
+from mini_infer.progress import loading_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,5 +74,6 @@ def load_module(adapter: "ModelAdapter", loader: "WeightLoader", path: Path, con
         module = adapter.build(config)
     module = module.to_empty(device=config.device).eval()
     if not loader.fill(module, config):
-        adapter.load(module, loader.weights(path, config))
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        adapter.load(module, loading_progress(loader.weights(path, config), num_bytes))
     return module

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
 
     from mini_infer.text_request import TextRequest
 
@@ -42,3 +44,24 @@ def generation_progress(total: int) -> Iterator[Callable[[Sequence[TextRequest]]
             bar.update(task, completed=sum(r.finished for r in requests), rate=tokens / elapsed)
 
         yield show
+
+
+def loading_progress(weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """The same weights, with a bar over the bytes that passed.
+
+    Args:
+        weights: as a ``WeightLoader`` gives them.
+        num_bytes: of all parameters together.
+    """
+    if not sys.stderr.isatty():
+        yield from weights
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=num_bytes)
+        for name, tensor in weights:
+            yield name, tensor
+            bar.advance(task, tensor.nbytes)
