@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mini_infer.build_context import BuildContext
     from mini_infer.plugin_contract import Plugin
+    from mini_infer.plugin_index import PluginSource
 
 _ANSWERS: dict[str, tuple[type, ...]] = {
     "scheduler": (interfaces.Scheduler,),
@@ -68,9 +69,15 @@ class PluginHooks:
             both = " and ".join(str(plugin.source) for plugin, _ in answers)
             raise PluginConflictError(f"{both} each bring a {hook}, and there is exactly one: leave one of them out")
         for plugin, answer in answers:
-            self._check(plugin, hook, answer)
+            _check(hook, answer, plugin.source)
         answer, name = (answers[0][1], answers[0][0].name) if answers else (default(), "core")
-        return self._wrapped(hook, context, [answer]), name
+        wrappers = self._wrappers(hook)
+        if not wrappers:
+            return answer, name
+        wrapped = self._wrapped(hook, context, [answer], wrappers)
+        if answer is not None or wrapped is not None:
+            _check(hook, wrapped, wrappers[0].source)
+        return wrapped, name
 
     def many(self, hook: str, context: BuildContext) -> list[Any]:
         """Returns all answers of a list hook, joined in the plugins' order.
@@ -78,14 +85,16 @@ class PluginHooks:
         Raises:
             PluginLoadError: a plugin raised, or answered with something else than a sequence of the hook's interface.
         """
-        answers = []
-        for plugin, answer in self._answers(hook, context):
-            if not isinstance(answer, list | tuple):
-                raise refusal(plugin.source, f"its hook '{hook}' must return a list, not {answer!r}")
-            for item in answer:
-                self._check(plugin, hook, item)
-            answers.append(answer)
-        return [item for answer in self._wrapped(hook, context, answers) for item in answer]
+        answers = self._answers(hook, context)
+        for plugin, answer in answers:
+            _check_list(hook, answer, plugin.source)
+        lists = [answer for _, answer in answers]
+        wrappers = self._wrappers(hook)
+        if wrappers:
+            lists = self._wrapped(hook, context, lists, wrappers)
+            for answer in lists if isinstance(lists, list | tuple) else [lists]:
+                _check_list(hook, answer, wrappers[0].source)
+        return [item for answer in lists for item in answer]
 
     def _answers(self, hook: str, context: BuildContext) -> list[tuple[Plugin, Any]]:
         """Calls each plain implementation by itself, so that an error and a conflict have a name."""
@@ -103,32 +112,22 @@ class PluginHooks:
             answers.append((plugin, answer))
         return answers
 
-    def _wrapped(self, hook: str, context: BuildContext, answers: list[Any]) -> Any:
+    def _wrappers(self, hook: str) -> list[Plugin]:
+        """The plugins that wrap a hook, the outermost first."""
+        implementations = reversed(getattr(self._pluggy.hook, hook).get_hookimpls())
+        return [self._plugins[each.plugin_name] for each in implementations if each.wrapper or each.hookwrapper]
+
+    def _wrapped(self, hook: str, context: BuildContext, answers: list[Any], wrappers: list[Plugin]) -> Any:
         """Runs the hook's wrappers around the answers, which stand in for their implementations."""
-        caller = getattr(self._pluggy.hook, hook)
-        wrappers = {impl.plugin for impl in caller.get_hookimpls() if impl.wrapper or impl.hookwrapper}
-        if not wrappers:
-            return answers[0] if hook in hookspecs.ONE_ANSWER else answers
-        others = [plugin.module for plugin in self._plugins.values() if plugin.module not in wrappers]
+        others = [plugin.module for plugin in self._plugins.values() if plugin not in wrappers]
         stand_ins = [lambda answer=answer: answer for answer in reversed(answers)]
         try:
             return self._pluggy.subset_hook_caller(hook, others).call_extra(stand_ins, {"context": context})
         except MiniInferError:
             raise
         except Exception as e:
-            names = ", ".join(sorted(impl.plugin_name for impl in caller.get_hookimpls() if impl.plugin in wrappers))
+            names = ", ".join(plugin.name for plugin in wrappers)
             raise PluginLoadError(f"a wrapper of hook '{hook}' failed ({names}): {type(e).__name__}: {e}") from e
-
-    def _check(self, plugin: Plugin, hook: str, answer: Any) -> None:
-        expected = _ANSWERS[hook]
-        fits = (
-            isinstance(answer, type) and issubclass(answer, expected)
-            if hook == "attention_backends"
-            else (isinstance(answer, expected))
-        )
-        if not fits:
-            names = " or ".join(kind.__name__ for kind in expected)
-            raise refusal(plugin.source, f"its hook '{hook}' must answer with {names}, not {answer!r}")
 
     def _check_pending(self) -> None:
         for name, caller in vars(self._pluggy.hook).items():
@@ -138,3 +137,21 @@ class PluginHooks:
                 plugin = self._plugins[implementation.plugin_name]
                 hint = did_you_mean(name, _ANSWERS)
                 raise refusal(plugin.source, f"there is no hook '{name}'{hint}")
+
+
+def _check_list(hook: str, answer: Any, source: PluginSource) -> None:
+    if not isinstance(answer, list | tuple):
+        raise refusal(source, f"its hook '{hook}' must return a list, not {answer!r}")
+    for item in answer:
+        _check(hook, item, source)
+
+
+def _check(hook: str, answer: Any, source: PluginSource) -> None:
+    expected = _ANSWERS[hook]
+    if hook == "attention_backends":  # the one hook that answers with classes
+        fits = isinstance(answer, type) and issubclass(answer, expected)
+    else:
+        fits = isinstance(answer, expected)
+    if not fits:
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise refusal(source, f"its hook '{hook}' must answer with {names}, not {answer!r}")

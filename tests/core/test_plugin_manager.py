@@ -329,22 +329,50 @@ def test_lists_come_in_the_order_of_the_setting() -> None:
 
 @pytest.mark.parametrize("order", [["first", "wrapper"], ["wrapper", "first"]])
 def test_a_wrapper_sees_the_answer_of_the_others_or_the_cores(order: list[str]) -> None:
+    wrapped, reference, answer = (stub(Scheduler)() for _ in range(3))
+    observers, seen = [stub(Observer)(), stub(Observer)()], []
+
     @hookimpl(wrapper=True, specname="scheduler")
     def wrap(context: Any) -> Any:
-        return ("wrapped", (yield))
+        seen.append((yield))
+        return wrapped
 
     @hookimpl(wrapper=True, specname="extensions")
     def reverse(context: Any) -> Any:
         return [list(reversed((yield)[0]))]
 
-    answer, observers = stub(Scheduler)(), [stub(Observer)(), stub(Observer)()]
     first = answering("first", "scheduler", answer, more=hookimpl(specname="extensions")(lambda context: observers))
     wrapper = plugin("wrapper", wrap=wrap, reverse=reverse)
     found = manager(*order, modules=[first, wrapper])
-    assert found.one("scheduler", asked(found), lambda: "core") == ("wrapped", answer)
+    assert found.one("scheduler", asked(found), lambda: reference) is wrapped
     assert found.many("extensions", asked(found)) == observers[::-1]
     alone = manager("wrapper", modules=[wrapper])
-    assert alone.one("scheduler", asked(alone), lambda: "core") == ("wrapped", "core")
+    assert alone.one("scheduler", asked(alone), lambda: reference) is wrapped
+    assert seen == [answer, reference]
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "told"),
+    [
+        ("scheduler", None, "its hook 'scheduler' must answer with Scheduler, not None"),
+        ("extensions", [[3]], "its hook 'extensions' must answer with Observer or ServerExtension, not 3"),
+        ("extensions", [3], "its hook 'extensions' must return a list, not 3"),
+        ("extensions", None, "its hook 'extensions' must return a list, not None"),
+    ],
+)
+def test_a_wrapper_that_returns_the_wrong_thing_is_named(hook: str, answer: Any, told: str) -> None:
+    @hookimpl(wrapper=True, specname=hook)
+    def wrap(context: Any) -> Any:
+        yield
+        return answer
+
+    found = manager("w", modules=[plugin("w", wrap=wrap)])
+    with pytest.raises(PluginLoadError) as caught:
+        if hook == "extensions":
+            found.many(hook, asked(found))
+        else:
+            found.one(hook, asked(found), stub(Scheduler))
+    assert str(caught.value) == f"plugin 'w' (in memory) cannot be used: {told}"
 
 
 def test_a_wrapper_that_fails_is_named() -> None:

@@ -265,3 +265,14 @@ def test_a_key_is_on_the_line_where_it_is_written(values: dict[str, int | str]) 
         expected[(key,)] = sum(line.count("\n") + 1 for line in lines) + 1
         lines.append(f"{key} = {json.dumps(value)}")
     assert key_lines("\n".join(lines)) == expected
+
+
+def test_the_page_of_settings_names_each_with_its_default_and_meaning() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for model in (Settings, EngineSettings, ServerSettings):
+        for name, field in model.model_fields.items():
+            if name in ("engine", "server", "plugin"):
+                continue
+            default = json.dumps(list(field.default) if isinstance(field.default, tuple) else field.default)
+            row = f"| `{name}` | `{'unset' if default == 'null' else default}` | {field.description} |"
+            assert row in page, f"docs/settings.md lacks: {row}"
