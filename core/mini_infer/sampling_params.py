@@ -5,6 +5,7 @@ without a model is checked here; token ids are checked against the vocabulary wh
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -54,8 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: str | list[str] | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
