@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,3 +247,93 @@ def test_the_schema_has_the_tables_of_what_is_installed(distributions: FakeDistr
 def test_choices_read_as_a_line() -> None:
     choice = Choice("engine.attention", "cpu", "first that fits", (("triton", "no GPU"), ("reference", "comes last")))
     assert str(choice) == "engine.attention = cpu (first that fits; not triton: no GPU; not reference: comes last)"
+
+
+# bench serve
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Streams as many tokens as are asked for; a prompt of one token is refused."""
+
+    def do_GET(self) -> None:
+        self._send("application/json", json.dumps({"data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (body["model"], body["stream"], body["ignore_eos"]) == ("tiny", True, True)
+        chunks: list[dict[str, Any]] = [{"choices": [{"text": "x"}]} for _ in range(body["max_tokens"])]
+        chunks.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
+        if len(body["prompt"]) == 1:
+            chunks = [{"error": {"message": "too short"}}]
+        self._send(
+            "text/event-stream", "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        )
+
+    def _send(self, kind: str, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_bench_of_a_server(url: str) -> None:
+    result = run(
+        "bench", "serve", "--url", url, "--num-prompts", "5", "--concurrency", "2", "--output-len", "3", "--json"
+    )
+    figures = json.loads(result.stdout)
+    assert figures["requests"] == 5 and figures["output, tok/s"] > 0
+    assert figures["TTFT, ms, median"] <= figures["TTFT, ms, longest"]
+
+
+def test_bench_of_a_server_that_fails_or_is_not_there(url: str) -> None:
+    result = run("bench", "serve", "--url", url, "--input-len", "1")
+    assert (result.exit_code, result.stderr) == (1, "the server failed: too short\n")
+    result = run("bench", "serve", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 1 and result.stderr.startswith("http://127.0.0.1:1: ")
+
+
+# Plugins that cannot be used
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            "1 / 0",
+            "plugin 'bad' (acme-tools 1.2) cannot be used: its import failed: ZeroDivisionError: division by zero",
+        ),
+        (
+            "name = 'bad'\napi_version = 9",
+            "plugin 'bad' (acme-tools 1.2) cannot be used: it is written for api_version 9; this engine has 0",
+        ),
+        (
+            PLUGIN.format(name="bad") + "conflicts = ('other',)",
+            "plugin 'bad' (acme-tools 1.2) conflicts with plugin 'other' (acme-tools 1.2) over 'other': "
+            "leave one of them out",
+        ),
+        (
+            PLUGIN.format(name="bad") + "requires = ('wings',)",
+            "plugin 'bad' (acme-tools 1.2) requires 'wings', which no enabled plugin is or provides",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", [["serve", "--dry-run"], ["generate", "x"], ["config", "explain"]])
+def test_a_plugin_that_cannot_be_used_ends_every_command(
+    distributions: FakeDistributions, command: list[str], source: str, told: str
+) -> None:
+    distributions.install("acme-tools", {"bad": source, "other": PLUGIN.format(name="other")})
+    result = run(*command, "--plugins", "bad,other")
+    assert (result.exit_code, result.stderr) == (2, told + "\n")

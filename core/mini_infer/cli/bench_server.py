@@ -10,13 +10,17 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mini_infer.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import httpx
 
 # Ids that stand for plain text in every usual vocabulary: past the control tokens, below 256.
@@ -58,13 +62,14 @@ async def measure_server(
             bodies = list(_bodies(name, num_prompts + 1, input_len, output_len))
             await _stream(client, bodies.pop())
             start = time.perf_counter()
-            streams = await _closed_loop(client, bodies, concurrency)
+            with _bar(len(bodies)) as done:
+                streams = await _closed_loop(client, bodies, concurrency, done)
         except httpx.HTTPError as e:
             raise EngineError(f"{url}: {e or type(e).__name__}") from e
     return _figures(streams, time.perf_counter() - start)
 
 
-def _bodies(model: str, count: int, input_len: int, output_len: int) -> Any:
+def _bodies(model: str, count: int, input_len: int, output_len: int) -> Iterator[dict[str, Any]]:
     draw = random.Random(0)
     for _ in range(count):
         yield {
@@ -78,17 +83,32 @@ def _bodies(model: str, count: int, input_len: int, output_len: int) -> Any:
         }
 
 
-async def _closed_loop(client: httpx.AsyncClient, bodies: list[Any], concurrency: int) -> list[Stream]:
+async def _closed_loop(
+    client: httpx.AsyncClient, bodies: list[Any], concurrency: int, done: Callable[[], None]
+) -> list[Stream]:
     streams: list[Stream] = []
 
     async def work() -> None:
         while bodies:
             streams.append(await _stream(client, bodies.pop()))
+            done()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work())
+    await asyncio.gather(*(work() for _ in range(concurrency)))
     return streams
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """A bar over requests where stderr is a terminal; gives a function to call when one has ended."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=total)
+        yield lambda: progress.advance(task)
 
 
 async def _stream(client: httpx.AsyncClient, body: Any) -> Stream:
