@@ -21,6 +21,7 @@ from mini_infer.cli import main, serve
 from mini_infer.errors import ConfigError, EngineError, RequestError
 from mini_infer.outputs import Delta
 from mini_infer.sampling_params import SamplingParams
+from mini_infer.testing.engines import tiny_model
 
 PLUGIN = "name = '{name}'\napi_version = 0\nprovides = ('tier',)\n"
 SETTINGS = "from pydantic import BaseModel\nclass Settings(BaseModel, extra='forbid'):\n    size: int = 3\n"
@@ -337,3 +338,50 @@ def test_a_plugin_that_cannot_be_used_ends_every_command(
     distributions.install("acme-tools", {"bad": source, "other": PLUGIN.format(name="other")})
     result = run(*command, "--plugins", "bad,other")
     assert (result.exit_code, result.stderr) == (2, told + "\n")
+
+
+# On a real engine, of the toy model
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> list[str]:
+    """Options that run the toy model, its plugin a plain file."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    names = "name, api_version, model_adapters, weight_loaders"
+    folder.joinpath("toy.py").write_text(f"from mini_infer.testing.toy_plugin import {names}\n")
+    tmp_path.joinpath("toy.toml").write_text(
+        f'model = "{tiny_model("toy")}"\nplugins = ["toy"]\nplugin_dirs = ["plugins"]\n[engine]\nnum_kv_blocks = 20\n'
+    )
+    return ["--config", str(tmp_path / "toy.toml")]
+
+
+def test_dry_run_prints_the_composed_engine_and_loads_nothing(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mini_infer.build.load_checkpoint", None)
+    result = run("serve", "--dry-run", *toy)
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split(maxsplit=1) for line in result.stdout.splitlines() if line]
+    parts = {row[0]: row[1] for row in rows if len(row) > 1}
+    assert parts["scheduler"].split() == ["the", "reference", "core"]
+    assert parts["plugin"].startswith("toy") and "20 blocks of 16" in parts["KV"]
+    assert "engine.attention = reference: first that fits" in result.stdout
+
+
+def test_explain_prints_values_sources_and_choices(toy: list[str]) -> None:
+    result = run("config", "explain", *toy, "--set", "engine.max_num_seqs=3", "--set", "server.api_keys=very,secret")
+    assert result.exit_code == 0, result.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
+    assert rows["engine.max_num_seqs"] == ["3", "--set"]
+    assert rows["engine.num_kv_blocks"] == ["20", f"{toy[1]}:5"]
+    assert rows["server.api_keys"] == ["2", "keys", "--set"] and "secret" not in result.stdout
+    assert "engine.dtype = float32: " in result.stdout
+
+
+def test_answers_come_from_a_real_engine(toy: list[str]) -> None:
+    first, second = (run("generate", "ab", "c", *toy, "--max-tokens", "4", "--temperature", "0") for _ in range(2))
+    assert first.exit_code == 0, first.stderr
+    assert first.stdout == second.stdout and first.stdout.count("\n") >= 2
+    result = run("bench", "latency", *toy, "--input-len", "4", "--output-len", "3", "--iterations", "1", "--json")
+    assert json.loads(result.stdout)["output, tok/s"] > 0
+    result = run("generate", "a" * 5000, *toy)
+    assert result.exit_code == 2 and "leaves no room for an answer" in result.stderr

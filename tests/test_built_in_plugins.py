@@ -1,0 +1,31 @@
+"""The plugins of this distribution keep the contract: they load, cost nothing heavy, and the sets name real ones."""
+
+import subprocess
+import sys
+
+import pytest
+from mini_infer.plugin_contract import load_plugin
+from mini_infer.plugin_index import discover
+from mini_infer.plugin_sets import PLUGIN_SETS
+
+INDEX = discover(())
+OURS = [name for name in INDEX.names() if INDEX.sources[name][0].distribution == "mini-infer"]
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "triton", "numpy", "llguidance"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_loads(name: str) -> None:
+    plugin = load_plugin(INDEX.get(name))
+    assert plugin.name == name
+
+
+def test_none_imports_anything_heavy() -> None:
+    modules = [INDEX.get(name).origin for name in OURS]
+    script = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.stdout.split())
+
+
+def test_the_sets_name_plugins_that_are_there() -> None:
+    named = {name for plugins in PLUGIN_SETS.values() for names in plugins.members.values() for name in names}
+    assert named <= set(OURS)
