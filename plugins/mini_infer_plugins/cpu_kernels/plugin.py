@@ -1,0 +1,40 @@
+"""Native products of few rows, norms and gates for CPUs: see the README beside this file."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from mini_infer.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import ModelTransform
+
+name = "cpu-kernels"
+api_version = 0
+provides = ("operator-fusion",)
+
+
+class Settings(BaseModel):
+    """``[plugin.cpu-kernels]``.
+
+    Attributes:
+        wait: do not serve before the native kernels are built, so that no token is computed on the slower plain path.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait: bool = False
+
+
+@hookimpl
+def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
+    from mini_infer_plugins.cpu_kernels.few_rows import FewRows
+    from mini_infer_plugins.cpu_kernels.native import native_build
+
+    native_build().start(context.log)
+    if context.settings_of(name, Settings).wait:
+        native_build().wait()
+    return [FewRows()]
