@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from mini_infer.plugin_contract import load_plugin
 from mini_infer.plugin_index import discover
 from mini_infer.plugin_sets import PLUGIN_SETS
