@@ -27,8 +27,9 @@ def adjust_logits(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingSt
     Returns:
         The same tensor.
     """
-    if state.penalty_slots and (mine := [i for i, slot in enumerate(rows.slots_host) if slot in state.penalty_slots]):
-        _penalise(logits, rows, state, to_device(mine, torch.int64, logits.device))
+    for slots, penalise in ((state.repetition_slots, _repetition), (state.output_penalty_slots, _output_penalties)):
+        if slots and (mine := [i for i, slot in enumerate(rows.slots_host) if slot in slots]):
+            penalise(logits, rows, state, to_device(mine, torch.int64, logits.device))
     if state.bias_slots and (mine := [i for i, slot in enumerate(rows.slots_host) if slot in state.bias_slots]):
         width = max(state.bias_slots[rows.slots_host[i]] for i in mine)
         _bias(logits, rows, state, to_device(mine, torch.int64, logits.device), width)
@@ -37,26 +38,38 @@ def adjust_logits(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingSt
     return logits
 
 
-def _penalise(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor) -> None:
-    assert state.output_counts is not None and state.prompt_mask is not None  # made with the first penalty slot
+def _repetition(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor) -> None:
+    assert state.prompt_mask is not None  # made with the first penalty slot
     slots = rows.slots[mine]
-    counts = state.output_counts[slots]  # [len(mine), vocab_size], a copy
+    seen = (_output_counts(rows, state, mine) > 0).logical_or_(state.prompt_mask.index_select(0, slots))
+    penalty = state.repetition_penalty[slots, None]
+    values = logits.index_select(0, mine)
+    values = torch.where(seen, torch.where(values > 0, values / penalty, values * penalty), values)
+    logits.index_copy_(0, mine, values)
+
+
+def _output_penalties(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor) -> None:
+    slots = rows.slots[mine]
+    counts = _output_counts(rows, state, mine)
+    values = logits.index_select(0, mine)
+    values -= counts * state.frequency_penalty[slots, None]
+    values -= counts.clamp_(max=1) * state.presence_penalty[slots, None]
+    logits.index_copy_(0, mine, values)
+
+
+def _output_counts(rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor) -> torch.Tensor:
+    """[len(mine), vocab_size] int32, a copy: how often each token is in the output or the drafts before."""
+    assert state.output_counts is not None  # made with the first penalty slot
+    counts = state.output_counts.index_select(0, rows.slots[mine])
     if rows.drafts_before is not None:
         drafts = rows.drafts_before[mine]
         counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(torch.int32))
-    in_output = counts > 0
-    seen = state.prompt_mask[slots].logical_or_(in_output)
-    values = logits[mine]
-    repetition = state.repetition_penalty[slots, None]
-    values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
-    values -= counts * state.frequency_penalty[slots, None]
-    values -= in_output * state.presence_penalty[slots, None]
-    logits[mine] = values
+    return counts
 
 
 def _bias(logits: torch.Tensor, rows: "SamplingRows", state: "SamplingState", mine: torch.Tensor, width: int) -> None:
     assert state.bias_token_ids is not None and state.bias_values is not None  # made with the first bias slot
     slots = rows.slots[mine]
-    values = logits[mine]
+    values = logits.index_select(0, mine)
     values.scatter_add_(1, state.bias_token_ids[slots, :width], state.bias_values[slots, :width])
-    logits[mine] = values
+    logits.index_copy_(0, mine, values)

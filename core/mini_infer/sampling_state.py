@@ -58,6 +58,8 @@ class SamplingState:
         top_p_slots: slots with top-p on.
         min_p_slots: slots with min-p on.
         penalty_slots: slots with any penalty on.
+        repetition_slots: those with a repetition penalty.
+        output_penalty_slots: those with a presence or frequency penalty.
         bias_slots: slots with a logit bias, and the number of entries of each.
     """
 
@@ -98,6 +100,8 @@ class SamplingState:
         self.top_p_slots: set[int] = set()
         self.min_p_slots: set[int] = set()
         self.penalty_slots: set[int] = set()
+        self.repetition_slots: set[int] = set()
+        self.output_penalty_slots: set[int] = set()
         self.bias_slots: dict[int, int] = {}
 
         first_invalid = vocab_size if num_valid_tokens is None else min(num_valid_tokens, vocab_size)
@@ -137,6 +141,10 @@ class SamplingState:
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self.penalty_slots.add(slot)
+        if params.repetition_penalty != 1.0:
+            self.repetition_slots.add(slot)
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self.output_penalty_slots.add(slot)
         self._counted[slot].fill_(1)
         self.repetition_penalty[slot].fill_(params.repetition_penalty)
         self.presence_penalty[slot].fill_(params.presence_penalty)
@@ -166,7 +174,14 @@ class SamplingState:
         if slot in self.bias_slots and self.bias_token_ids is not None and self.bias_values is not None:
             self.bias_token_ids[slot].zero_()
             self.bias_values[slot].zero_()
-        for slots in (self.sampled_slots, self.top_p_slots, self.min_p_slots, self.penalty_slots):
+        for slots in (
+            self.sampled_slots,
+            self.top_p_slots,
+            self.min_p_slots,
+            self.penalty_slots,
+            self.repetition_slots,
+            self.output_penalty_slots,
+        ):
             slots.discard(slot)
         self.top_k_slots.pop(slot, None)
         self.bias_slots.pop(slot, None)

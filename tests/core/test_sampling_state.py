@@ -21,7 +21,16 @@ EVERYTHING = SamplingParams(
     frequency_penalty=0.2,
     logit_bias={3: 1.0, 4: -2.0},
 )
-HOST_SETS = ("sampled_slots", "top_k_slots", "top_p_slots", "min_p_slots", "penalty_slots", "bias_slots")
+HOST_SETS = (
+    "sampled_slots",
+    "top_k_slots",
+    "top_p_slots",
+    "min_p_slots",
+    "penalty_slots",
+    "bias_slots",
+    "repetition_slots",
+    "output_penalty_slots",
+)
 
 
 def new_row(slot: int, params: SamplingParams, tokens: list[int], num_prompt: int, seed: int = 2**63 + 5) -> NewRow:
