@@ -12,12 +12,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from mini_infer_server.answers import AnswerHead, Usage, event
-from mini_infer_server.token_text import TokenText
 
 if TYPE_CHECKING:
     from mini_infer.outputs import CompletionOutput, Delta, PositionLogprobs
     from mini_infer.text_request import TextRequest
     from mini_infer_server.requests import ChatRequest
+    from mini_infer_server.token_text import TokenText
 
 
 class TopLogprob(msgspec.Struct):
@@ -95,7 +95,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
 
 
@@ -139,7 +139,7 @@ class ChatForm:
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
         head = self._head
-        usage: Usage | None | UnsetType = UNSET
+        usage: Usage | UnsetType | None = UNSET
         if self._include_usage:
             usage = head.usage() if self._usage_always else None
         return event(ChatChunk(head.id, head.created, head.model, [choice], usage))

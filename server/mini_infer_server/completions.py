@@ -1,7 +1,7 @@
 """``/v1/completions``: its prompts, and the shapes of its answers.
 
-Contract: as OpenAI's legacy API. ``echo`` puts the prompt before the text, as the client wrote it; with ``logprobs`` its
-tokens come first in every list, the very first one with null.
+Contract: as OpenAI's legacy API. ``echo`` puts the prompt before the text, as the client wrote it; with ``logprobs``
+its tokens come first in every list, the very first one with null.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
 
 
@@ -101,7 +101,7 @@ class CompletionForm:
         echo.sent = True
         if not (text or logprobs or delta.finish_reason):
             return b""
-        usage: Usage | None | UnsetType = UNSET
+        usage: Usage | UnsetType | None = UNSET
         if self._include_usage:
             usage = self._head.usage() if self._usage_always else None
         return event(self._completion([Choice(index, text, logprobs, delta.finish_reason)], usage))
@@ -112,7 +112,7 @@ class CompletionForm:
 
     def whole(self) -> Completion:
         """As ``Form.whole``."""
-        choices = []
+        choices: list[Choice] = []
         for request in self._head.requests:
             output = request.output()
             for choice in output.outputs:
@@ -121,7 +121,7 @@ class CompletionForm:
                 choices.append(self._choice(len(choices), echo, choice))
         return self._completion(choices, self._head.usage())
 
-    def _completion(self, choices: list[Choice], usage: Usage | None | UnsetType) -> Completion:
+    def _completion(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self._head.id, self._head.created, self._head.model, choices, usage)
 
     def _choice(self, index: int, echo: _Echo, choice: CompletionOutput) -> Choice:

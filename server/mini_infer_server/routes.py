@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from litestar import Request, Response, get, post
-from litestar.response import Stream
+from litestar.response import Stream  # noqa: TC002 (Litestar reads the handlers' annotations)
 
 from mini_infer_server.answers import answer
 from mini_infer_server.chat import ChatForm
@@ -19,7 +19,7 @@ from mini_infer_server.completions import CompletionForm, read_prompts
 from mini_infer_server.errors import APIError
 from mini_infer_server.requests import check_headers
 from mini_infer_server.sampling import chat_params, completion_params, request_options
-from mini_infer_server.service import Service
+from mini_infer_server.service import Service  # noqa: TC001 (as above)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

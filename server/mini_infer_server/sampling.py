@@ -79,9 +79,7 @@ def completion_params(
     max_tokens = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     _check_max_tokens("max_tokens", max_tokens, least=0 if request.echo else 1)
     scored = request.logprobs if request.echo else None
-    return _params(
-        request, others, frontend, max_tokens=max_tokens, logprobs=request.logprobs, prompt_logprobs=scored
-    )
+    return _params(request, others, frontend, max_tokens=max_tokens, logprobs=request.logprobs, prompt_logprobs=scored)
 
 
 def request_options(request: SamplingFields, tenant: str | None = None) -> RequestOptions:
