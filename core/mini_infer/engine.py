@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mini_infer.interfaces.sampler import LateLogitsProcessor
     from mini_infer.interfaces.scheduler import Scheduler
     from mini_infer.kv_manager import KVManager
-    from mini_infer.plan import Grant, RowOutput, StepOutput, StepPlan, TokenLogprobs
+    from mini_infer.plan import Grant, RowOutput, StepOutput, StepPlan
 
 MAX_FAILURES = 3
 """Steps of a request that may raise although it does not raise alone."""
@@ -124,11 +124,12 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything (now or at ``wake_at``)."""
-        return bool(self._requests or self._launched or self._deltas)
+        return bool(self._requests or self._launched or self._deltas or self._kv.copying)
 
     def wake_at(self) -> float | None:
         """Seconds on the engine's clock until which the scheduler holds all waiting work back; None otherwise."""
-        return None if self._launched or self._table.running else self._planner.wake_at
+        busy = self._launched or self._table.running or self._kv.copying
+        return None if busy else self._planner.wake_at
 
     def stats(self) -> EngineStats:
         """The engine's state now."""
@@ -155,11 +156,12 @@ class Engine:
         return deltas
 
     def _step_plain(self) -> None:
+        self._drafting.decide(self._table.running)
         if self._schedule_and_execute():
             self._read_oldest()
 
     def _step_overlapped(self) -> None:
-        if self._drafting.wanted(self._table.running):
+        if self._drafting.decide(self._table.running):
             self._drain()  # drafts continue tokens that have been read
         if not self._schedule_and_execute() or len(self._launched) >= self._max_in_flight:
             self._read_oldest()
@@ -227,13 +229,13 @@ class Engine:
         if request.status is Status.FINISHED:
             return  # it ended while this step ran: what the step drew for it is discarded
         if not row.ok:
-            self._finish(request, "error", error="the model gave logits that are not finite")
+            self._kv.distrust(request)
+            self._finish(request, "error", error="the model gave logits that are not finite, or all were masked")
             return
         request.suspect = False
-        prompt_logprobs: list[TokenLogprobs] = []
         if not launched.stale:
             request.num_computed_tokens += grant.num_tokens + max(len(row.token_ids) - 1, 0)
-            prompt_logprobs = request.new_prompt_logprobs(row.prompt_logprobs)
+        prompt_logprobs = request.new_prompt_logprobs(row.prompt_logprobs)
         token_ids, reason, stop_id = request.append(row.token_ids)
         if not launched.stale:
             self._kv.commit(request)
@@ -281,8 +283,8 @@ class Engine:
         culprits = [r for r in self._at_fault if r.status is not Status.FINISHED]
         if not culprits:
             raise EngineError(f"the engine failed outside any request's step: {error!r}") from error
-        while self._launched:  # unread rows are dropped, but what they copied between tiers is true
-            self._end_copies(self._launched.popleft().pending.result())
+        while self._launched:
+            self._drop_unread(self._launched.popleft())
         for request in list(self._table.running):
             self._planner.preempt(request)
         for request in self._requests.values():
@@ -296,3 +298,13 @@ class Engine:
             if alone or request.num_failures > MAX_FAILURES:
                 self._finish(request, "error", error=f"{type(error).__name__}: {error}")
         self._log.fault(error)
+
+    def _drop_unread(self, step: _Launched) -> None:
+        """Its rows come to nothing, but what it copied between tiers is true."""
+        try:
+            output = step.pending.result()
+        except EngineError:
+            raise
+        except Exception:  # it may fail for the same reason; then a later answer names its copies
+            return
+        self._end_copies(output)

@@ -82,7 +82,7 @@ class Planner:
         self.preempted: list[Request] = []  # in the last plan
 
     def plan(self, step_id: int, now: float, num_in_flight: int) -> tuple[StepPlan, list[Request]] | None:
-        """The next step and its requests in the plan's row order, or None if there is nothing to run."""
+        """The next step and its requests in the plan's row order, or None if there is nothing to run or to wait for."""
         copies = self.kv.copies(self.table.waiting, now)
         view = self._view(now, num_in_flight)
         step = _Step(self.token_budget)
@@ -94,7 +94,8 @@ class Planner:
             for wish, request in zip(schedule.wishes, requests, strict=True):
                 self._grant(step, request, wish)
         self.preempted = step.preempted
-        if not step.grants and not copies:
+        polls = self.kv.copying and not num_in_flight  # an empty plan, whose answer says which copies are done
+        if not step.grants and not copies and not polls:
             self._check_progress(view, step)
             return None
         # Uniform rows (decode, verify) first, then prompts; the sort is stable, so importance decides within each.
@@ -206,6 +207,7 @@ class Planner:
         self.table.run(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
+        request.num_prompt_logprobs = 0
         row = NewRow(
             slot=request.slot,
             token_ids=list(request.token_ids),
@@ -226,8 +228,8 @@ class Planner:
                 num_drafts -= 1
                 continue
             shortage = self.kv.num_missing(request, base) - self.kv.device.num_free - self.kv.num_evictable
-            if shortage <= self.kv.device.num_retiring:
-                return None  # enough blocks come free with the steps in flight: no need to preempt anybody
+            if shortage <= self.kv.num_settling:
+                return None  # enough blocks come free with the steps and copies under way: nobody need yield
             candidates = [r for r in self.table.running if not step.granted(r)]
             victim = self._victim(request, candidates)
             if victim is not request or request.status is Status.RUNNING:
@@ -246,7 +248,7 @@ class Planner:
         return by_view[id(chosen)]
 
     def _check_progress(self, view: SchedulerView, step: _Step) -> None:
-        moves = view.num_in_flight or step.preempted or self.wake_at is not None or self.kv.settling
+        moves = view.num_in_flight or step.preempted or self.wake_at is not None
         offered = len(view.running) + len(view.waiting)
         if offered and not moves:
             name = type(self.scheduler).__name__

@@ -50,7 +50,7 @@ class Request:
     draft_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the first admission's prefix hit
-    num_prompt_logprobs: int = 0  # computed since the last start
+    num_prompt_logprobs: int = 0  # computed since it was last admitted
     num_prompt_logprobs_given: int = 0  # handed out
     suspect: bool = False  # was in a step that raised: runs alone once
     num_failures: int = 0
@@ -100,7 +100,8 @@ class Request:
     @property
     def num_tokens_to_do(self) -> int:
         """Tokens whose KV is missing; 0 when the steps in flight may already end it."""
-        if self.num_tokens - self.num_prompt_tokens >= max(self.max_tokens, 1) and self.max_tokens > 0:
+        most_tokens = self.num_tokens + sum(step.num_drafts for step in self.in_flight)
+        if most_tokens - self.num_prompt_tokens >= self.max_tokens > 0:
             return 0
         return self.num_tokens - self.num_launched_tokens
 
@@ -141,7 +142,6 @@ class Request:
             launched.stale = True
         self.status = Status.WAITING
         self.num_computed_tokens = 0
-        self.num_prompt_logprobs = 0
         self.draft_token_ids = []
         self.num_preemptions += 1
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mini_infer.errors import ConfigError
-from mini_infer.interfaces import CausalLM, KVCacheSpec, ModelAdapter, ModelConfig
+from mini_infer.interfaces import CausalLM, KVCacheSpec, ModelAdapter, ModelConfig, WeightLoader
 from mini_infer.layers import (
     Attention,
     Linear,
@@ -30,7 +30,8 @@ from mini_infer.layers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from mini_infer.forward_batch import ForwardBatch
 
@@ -167,3 +168,17 @@ def toy_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             }
         shapes |= {f"layers.{layer}.{name}.weight": size for name, size in sizes.items()}
     return {**shapes, "norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
+
+
+class ToyLoader(WeightLoader):
+    """The weights of one safetensors file, without checks: those of model families are in packages of their own."""
+
+    name: ClassVar[str] = "toy"
+
+    def accepts(self, path: Path) -> bool:
+        return (path / "model.safetensors").is_file()
+
+    def weights(self, path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors.torch import load_file
+
+        yield from load_file(path / "model.safetensors").items()
