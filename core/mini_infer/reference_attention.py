@@ -28,7 +28,21 @@ if TYPE_CHECKING:
     from mini_infer.layers.attention import Attention
 
 _STRETCH = 512  # queries of one prompt in a segment
-_PADDED = 1 << 25  # numbers that a segment of several rows gathers, and mask bits that it has, at most
+_PADDED = 1 << 25  # numbers that a segment of several rows gathers, and mask numbers that it has, at most
+_KEPT = 1 << 20  # mask numbers of a segment that are kept for all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What the queries of a segment may see.
+
+    Attributes:
+        hidden: [num_rows, slots, 1, 1] bool, slots that no query of the row may see.
+        bias: [num_rows, 1, queries, slots] float32, added to scores: 0, or minus infinity for what a query may not see.
+    """
+
+    hidden: torch.Tensor
+    bias: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +51,16 @@ class Segment:
 
     Attributes:
         start, stop: its tokens in the packed batch.
-        num_rows: how many rows; ``(stop - start) / num_rows`` queries each.
-        blocks: [num_rows * width] int64, the blocks to gather.
-        hidden: [num_rows, width * block_size, 1, 1] bool, slots that no query of the row may see.
-        visible: [num_rows, 1, queries, width * block_size] bool, what each query sees.
+        blocks: [num_rows, width], the blocks to gather.
+        lens: [num_rows, 1] int32, what each row's last query here sees, itself counted.
+        masks: for all layers; None to make them again for each, as those of a long prompt are large.
     """
 
     start: int
     stop: int
-    num_rows: int
     blocks: torch.Tensor
-    hidden: torch.Tensor
-    visible: torch.Tensor
+    lens: torch.Tensor
+    masks: Masks | None
 
 
 class ReferenceAttention(AttentionBackend):
@@ -97,20 +109,23 @@ class ReferenceAttention(AttentionBackend):
             width = min(-(-max(seq_len - later, 1) // self.block_size), batch.block_table.shape[1])
             blocks = batch.block_table[row : row + count, :width]
             lens = batch.seq_lens[row : row + count, None] - later
-            slots = torch.arange(width * self.block_size, device=lens.device)
-            last = lens[:, :, None] + torch.arange(1 - queries, 1, device=lens.device)[:, None] - 1  # its own position
-            visible = slots <= last.clamp(min=0)  # [count, queries, slots]; a row of length 0 is padding
-            hidden = slots >= lens
-            if self.spec.sliding_window is not None:
-                visible &= slots > last - self.spec.sliding_window
-                hidden |= slots <= lens - queries - self.spec.sliding_window
-            hidden |= (blocks == 0).repeat_interleave(self.block_size, dim=1)  # nothing real is in the null block
+            small = count * queries * width * self.block_size <= _KEPT
+            masks = self._masks(blocks, lens, queries) if small else None
             start, self._num_tokens = self._num_tokens, self._num_tokens + count * queries
-            self._segments.append(
-                Segment(
-                    start, self._num_tokens, count, blocks.flatten(), hidden[:, :, None, None], visible.unsqueeze(1)
-                )
-            )
+            self._segments.append(Segment(start, self._num_tokens, blocks, lens, masks))
+
+    def _masks(self, blocks: torch.Tensor, lens: torch.Tensor, queries: int) -> Masks:
+        slots = torch.arange(blocks.shape[1] * self.block_size, device=lens.device)
+        own = lens[:, :, None] + torch.arange(-queries, 0, device=lens.device)[:, None]  # [num_rows, queries, 1]
+        own = own.clamp(0, len(slots) - 1)  # padding may be longer than its table, or of length 0
+        unseen = slots > own
+        hidden = slots >= lens
+        if self.spec.sliding_window is not None:
+            unseen |= slots <= own - self.spec.sliding_window
+            hidden |= slots <= lens - queries - self.spec.sliding_window
+        hidden |= (blocks == 0).repeat_interleave(self.block_size, dim=1)  # nothing real is in the null block
+        bias = torch.zeros(unseen.shape, dtype=torch.float32, device=lens.device).masked_fill_(unseen, -torch.inf)
+        return Masks(hidden[:, :, None, None], bias.unsqueeze(1))
 
     def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
         if self.spec.kind == "latent":
@@ -125,28 +140,29 @@ class ReferenceAttention(AttentionBackend):
     def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
         out = query.new_zeros(query.shape[0], layer.num_heads, self.spec.v_head_dim)
         for segment in self._segments:
-            key = self._gather(layer, 0, segment)
-            value = key[..., : self.spec.v_head_dim] if self.spec.kind == "latent" else self._gather(layer, 1, segment)
-            q = query[segment.start : segment.stop].float().reshape(segment.num_rows, -1, *query.shape[1:])
-            out[segment.start : segment.stop] = self._attend(q, key, value, segment.visible, layer.scale).flatten(0, 1)
+            q = query[segment.start : segment.stop].float().reshape(segment.blocks.shape[0], -1, *query.shape[1:])
+            masks = segment.masks or self._masks(segment.blocks, segment.lens, q.shape[1])
+            key = self._gather(layer, 0, segment, masks)
+            latent = self.spec.kind == "latent"
+            value = key[..., : self.spec.v_head_dim] if latent else self._gather(layer, 1, segment, masks)
+            out[segment.start : segment.stop] = self._attend(q, key, value, masks.bias, layer.scale).flatten(0, 1)
         return out
 
-    def _gather(self, layer: "Attention", which: int, segment: Segment) -> torch.Tensor:
+    def _gather(self, layer: "Attention", which: int, segment: Segment, masks: Masks) -> torch.Tensor:
         """[num_rows, slots, num_kv_heads, head_dim] float32: a copy of the segment's blocks, unseen slots zero."""
         cache = layer.kv_cache if self.spec.kind == "latent" else layer.kv_cache[which]
-        found = cache.index_select(0, segment.blocks).float()
-        found = found.view(segment.num_rows, -1, *cache.shape[2:])
-        return found.masked_fill_(segment.hidden, 0)
+        found = cache.index_select(0, segment.blocks.flatten()).float()
+        return found.view(segment.blocks.shape[0], -1, *cache.shape[2:]).masked_fill_(masks.hidden, 0)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """[num_rows, queries, num_heads, head_dim] -> [num_rows, queries, num_heads, v_head_dim]."""
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if query.shape[1] == 1:  # the query heads that share a key head take the place of queries: one product for all
             q = query.view(query.shape[0], self.spec.num_kv_heads, -1, query.shape[-1])
-            out = F.scaled_dot_product_attention(q, key, value, attn_mask=visible, scale=scale)
+            out = F.scaled_dot_product_attention(q, key, value, attn_mask=bias, scale=scale)
             return out.flatten(1, 2).unsqueeze(1)
         q = query.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)

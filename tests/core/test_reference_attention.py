@@ -62,28 +62,29 @@ def attend(
     host_slack: int = 0,
     dtype: torch.dtype = torch.float32,
     poison: float = float("nan"),
+    device: str = "cpu",
 ) -> torch.Tensor:
     """Write each row's past, then this step's tokens, and attend: [num_tokens, heads, v_head_dim]."""
     spec = replace(rows.spec, dtype=str(dtype).removeprefix("torch."))
-    backend = ReferenceAttention(spec, "cpu", block_size)
+    backend = ReferenceAttention(spec, device, block_size)
     layer = Attention(rows.heads, spec, scale=0.3)
-    layer.bind(backend, torch.full(backend.kv_cache_shape(NUM_BLOCKS), poison, dtype=dtype))
+    layer.bind(backend, torch.full(backend.kv_cache_shape(NUM_BLOCKS), poison, dtype=dtype, device=device))
     tables = block_tables([length for _, length in rows.rows], block_size, NUM_BLOCKS)
-    past = [(length - count, length - count) for count, length in rows.rows]
-    for index, (count, length) in enumerate(past):
-        if count:
-            batch = pack_batch([(count, length)], [tables[index]], block_size)
-            backend.write_kv(layer, rows.key[index][:count].to(dtype), rows.value[index][:count].to(dtype), batch)
-    batch = pack_batch(rows.rows, tables, block_size, num_padding_rows=num_padding_rows)
+    for (count, length), table, *kv in zip(rows.rows, tables, rows.key, rows.value, strict=True):
+        if past := length - count:
+            batch = pack_batch([(past, past)], [table], block_size, device=device)
+            key, value = (tensor[:past].to(device, dtype) for tensor in kv)
+            backend.write_kv(layer, key, value, batch)
+    batch = pack_batch(rows.rows, tables, block_size, num_padding_rows=num_padding_rows, device=device)
     batch = replace(batch, seq_lens_host=[length + host_slack for length in batch.seq_lens_host])
 
     def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
         fresh = [t[len(t) - count :] for t, (count, _) in zip(tensors, rows.rows, strict=True)]
-        return torch.cat([*fresh, torch.ones(num_padding_rows, *tensors[0].shape[1:])]).to(dtype)
+        return torch.cat([*fresh, torch.ones(num_padding_rows, *tensors[0].shape[1:])]).to(device, dtype)
 
     backend.prepare(batch)
     backend.write_kv(layer, packed(rows.key), packed(rows.value), batch)
-    return backend.attend(layer, packed(rows.query), batch)
+    return backend.attend(layer, packed(rows.query), batch).cpu()
 
 
 def assert_dense(rows: Rows, out: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -125,17 +126,20 @@ def test_equals_dense_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_attention, "_STRETCH", stretch)
         patch.setattr(reference_attention, "_PADDED", padded)
+        patch.setattr(reference_attention, "_KEPT", padded)
         made = Rows(SPECS[kind], group, rows)
         out = attend(made, block_size=block_size, num_padding_rows=num_padding_rows, host_slack=host_slack)
     assert_dense(made, out)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
 @pytest.mark.parametrize("kind", sorted(SPECS))
-def test_half_precision_is_computed_in_float32(kind: str) -> None:
+def test_each_dtype_and_device(kind: str, dtype: torch.dtype, tolerance: float, device: str) -> None:
     rows = Rows(SPECS[kind], 2, [(1, 9), (1, 30), (7, 20)])
-    out = attend(rows, dtype=torch.bfloat16)
-    assert out.dtype == torch.bfloat16
-    assert_dense(rows, out, tolerance=6e-2)
+    out = attend(rows, dtype=dtype, device=device, num_padding_rows=2)
+    assert out.dtype == dtype
+    assert_dense(rows, out, tolerance)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -1e30])
@@ -157,8 +161,9 @@ def test_blocks_behind_a_window_may_be_given_back() -> None:
     assert_dense(rows, backend.attend(layer, rows.query[0], batch))
 
 
-def test_padding_rows_of_any_length_are_finite() -> None:
-    spec = SPECS["full"]
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_padding_rows_of_any_length_are_finite(kind: str) -> None:
+    spec = SPECS[kind]
     backend = ReferenceAttention(spec, "cpu", 4)
     layer = Attention(2, spec, scale=0.3)
     layer.bind(backend, torch.full(backend.kv_cache_shape(4), torch.nan))

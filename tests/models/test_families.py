@@ -56,8 +56,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(folder: Path) -> nn.Module:
-    config = make_model_config(read_hf_config(folder), device="cpu", path=folder)
+def load(folder: Path, device: str = "cpu") -> nn.Module:
+    config = make_model_config(read_hf_config(folder), device=device, dtype="float32", path=folder)
     adapter = choose_adapter(ADAPTERS, config.hf)
     adapter.check(config)
     return load_module(adapter, SafetensorsLoader(), folder, config)
@@ -84,26 +84,30 @@ def assert_same_logits(ours: torch.Tensor, other: torch.Tensor) -> None:
     assert other.std() > 0.5  # a model that says nothing would prove nothing
 
 
-def two_steps(module: nn.Module, first: list[int], second: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def two_steps(
+    module: nn.Module, first: list[int], second: list[int], device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of two sequences: the first whole but for one token, then that one beside the second's last part."""
     tables = block_tables([len(first), len(second)], 4, 64)
-    backends = bind_caches(module, ReferenceAttention)
+    backends = bind_caches(module, ReferenceAttention, device=device)
     n, m = len(first) - 1, len(second) // 2
-    batch = pack_batch([(n, n), (m, m)], tables, 4, token_ids=[first[:n], second[:m]])
+    batch = pack_batch([(n, n), (m, m)], tables, 4, token_ids=[first[:n], second[:m]], device=device)
     before = run(module, backends, batch)
     rows = [(1, len(first)), (len(second) - m, len(second))]
-    batch = pack_batch(rows, tables, 4, token_ids=[first[n:], second[m:]], num_padding_rows=2)
+    batch = pack_batch(rows, tables, 4, token_ids=[first[n:], second[m:]], num_padding_rows=2, device=device)
     after = run(module, backends, batch)
     assert after.isfinite().all()
+    before, after = before.cpu(), after.cpu()
     return torch.cat((before[:n], after[:1])), torch.cat((before[n:], after[1 : len(second) - m + 1]))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
     family, overrides = OPTIONS[case]
     folder = tiny_checkpoint(tmp_path, family, seed=1, num_shards=2, **overrides)
     first, second = tokens(41, seed=2), tokens(23, seed=3)
-    ours = two_steps(load(folder), first, second)
+    ours = two_steps(load(folder, device), first, second, device)
     assert_same_logits(ours[0], theirs(folder, first))
     assert_same_logits(ours[1], theirs(folder, second))
 
