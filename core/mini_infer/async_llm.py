@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+from mini_infer.async_stream import AsyncStream
 from mini_infer.errors import EngineError, RequestError
 from mini_infer.frontend import NO_OPTIONS, Frontend, RequestBook, RequestOptions
 from mini_infer.llm import settings_of_arguments
@@ -25,68 +26,6 @@ if TYPE_CHECKING:
     from mini_infer.sampling_params import SamplingParams
     from mini_infer.settings import Settings
     from mini_infer.text_request import TextRequest
-
-
-class AsyncStream:
-    """One or more requests on their way; whoever holds it awaits ``ready`` until ``finished``, or calls ``abort``.
-
-    Deltas of several requests come mixed; each names its own.
-    """
-
-    def __init__(self, llm: AsyncLLM, requests: Sequence[TextRequest]) -> None:
-        self.requests = requests
-        self._llm = llm
-        self._deltas: list[Delta] = []
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether every choice has ended and every delta was taken."""
-        return not self._deltas and all(request.finished for request in self.requests)
-
-    async def ready(self) -> list[Delta]:
-        """The deltas that have arrived, at least one unless it is finished.
-
-        Raises:
-            RequestError: the engine refused the request.
-            EngineError: the engine failed.
-        """
-        while not self._deltas and self._error is None and not self.finished:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._error is not None:
-            raise self._error
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def outputs(self) -> list[RequestOutput]:
-        """Wait for the end of all; their answers."""
-        try:
-            while not self.finished:
-                await self.ready()
-        finally:
-            self.abort()
-        return [request.output() for request in self.requests]
-
-    def abort(self) -> None:
-        """End what is still open; its last deltas say ``abort``. Nothing happens if nothing is."""
-        for request in self.requests:
-            self._llm.abort_request(request)
-
-    def push(self, delta: Delta) -> None:
-        """As ``Listener.push``."""
-        self._deltas.append(delta)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        """As ``Listener.fail``."""
-        self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncLLM:
@@ -184,25 +123,25 @@ class AsyncLLM:
         """Send checked requests to the engine. The holder of the stream must see it to its end, or abort it.
 
         Raises:
-            RequestError: an id is in use.
+            RequestError: an id is in use, or the request cannot be sent.
             EngineError: the engine is gone.
         """
         if self._dead is not None:
             raise EngineError(self._dead)
-        stream = AsyncStream(self, requests)
+        stream = AsyncStream(requests, self.abort_request)
         entered: list[TextRequest] = []
         try:
             for request in requests:
                 self._book.enter(request, stream)
                 entered.append(request)
+            self._client.submit([choice for request in requests for choice in request.engine_requests])
         except RequestError:
             for request in entered:
                 self._book.leave(request)
             raise
-        self._client.submit([choice for request in requests for choice in request.engine_requests])
         return stream
 
-    async def stream(
+    def stream(
         self,
         prompt: str | Sequence[int] | Mapping[str, Any],
         sampling_params: SamplingParams | None = None,
@@ -216,16 +155,19 @@ class AsyncLLM:
             RequestError: the prompt or the parameters do not suit this model.
             EngineError: the engine failed.
         """
-        frontend = self.frontend
-        params = frontend.sampling_params() if sampling_params is None else sampling_params
-        request = frontend.request(prompt, params, request_id=request_id, options=options)
-        stream = self.submit([request])
-        try:
-            while not stream.finished:
-                for delta in await stream.ready():
-                    yield delta
-        finally:
-            stream.abort()
+        return self._stream(self._request(prompt, sampling_params, request_id, options))
+
+    def stream_chat(
+        self,
+        messages: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+        **template: Any,
+    ) -> AsyncIterator[Delta]:
+        """The assistant's next turn, piece by piece. As ``stream`` and ``chat``."""
+        return self._stream(self._chat_request(messages, sampling_params, request_id, options, template))
 
     async def generate(
         self,
@@ -236,9 +178,7 @@ class AsyncLLM:
         options: RequestOptions = NO_OPTIONS,
     ) -> RequestOutput:
         """The answer to one prompt, whole. Raises as ``stream`` does."""
-        frontend = self.frontend
-        params = frontend.sampling_params() if sampling_params is None else sampling_params
-        request = frontend.request(prompt, params, request_id=request_id, options=options)
+        request = self._request(prompt, sampling_params, request_id, options)
         return (await self.submit([request]).outputs())[0]
 
     async def chat(
@@ -251,10 +191,38 @@ class AsyncLLM:
         **template: Any,
     ) -> RequestOutput:
         """The assistant's next turn, whole; by default as long as there is room. Raises as ``stream`` does."""
-        frontend = self.frontend
-        params = frontend.sampling_params(max_tokens=None) if sampling_params is None else sampling_params
-        request = frontend.chat_request(messages, params, request_id=request_id, options=options, **template)
+        request = self._chat_request(messages, sampling_params, request_id, options, template)
         return (await self.submit([request]).outputs())[0]
+
+    def _request(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+    ) -> TextRequest:
+        params = self.frontend.sampling_params() if params is None else params
+        return self.frontend.request(prompt, params, request_id=request_id, options=options)
+
+    def _chat_request(
+        self,
+        messages: object,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
+        template: Mapping[str, Any],
+    ) -> TextRequest:
+        params = self.frontend.sampling_params(max_tokens=None) if params is None else params
+        return self.frontend.chat_request(messages, params, request_id=request_id, options=options, **template)
+
+    async def _stream(self, request: TextRequest) -> AsyncIterator[Delta]:
+        stream = self.submit([request])
+        try:
+            while not stream.finished:
+                for delta in await stream.ready():
+                    yield delta
+        finally:
+            stream.abort()
 
     def abort(self, request_id: str) -> None:
         """End a request by its id; its last deltas say ``abort``. Unknown and ended ones are ignored."""

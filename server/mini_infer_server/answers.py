@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from litestar import Request
     from litestar.types import ASGIApp, Receive, Scope, Send
 
-    from mini_infer.async_llm import AsyncLLM, AsyncStream
+    from mini_infer.async_llm import AsyncLLM
+    from mini_infer.async_stream import AsyncStream
     from mini_infer.outputs import Delta
     from mini_infer.text_request import TextRequest
 

@@ -1,8 +1,8 @@
 """The bodies that clients send, and how bytes become them.
 
 Contract: JSON is taken strictly (no ``"5"`` or ``true`` for an integer, no ``1.0`` either, nothing after the end, at
-most 64 levels deep, the last of duplicate keys wins); null is the same as leaving a field out. Unknown fields pass. What is
-wrong is an ``APIError`` that names the field.
+most 64 levels deep, the last of duplicate keys wins); null is the same as leaving a field out. Unknown fields pass.
+What is wrong is an ``APIError`` that names the field.
 """
 
 from __future__ import annotations

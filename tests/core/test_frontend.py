@@ -352,7 +352,7 @@ def test_streamed_or_at_once_the_answer_is_the_same(
     one, other = streamed.output().outputs[0], whole.output().outputs[0]
     assert dataclasses.asdict(one) == dataclasses.asdict(other)
     assert text_of(deltas) == one.text
-    assert sum(([*d.token_ids] for d in deltas), []) == one.token_ids == tokens[: len(one.token_ids)]
+    assert [token for delta in deltas for token in delta.token_ids] == one.token_ids == tokens[: len(one.token_ids)]
     assert one.logprobs is not None and one.text_offsets is not None
     assert [next(iter(p)) for p in one.logprobs] == one.token_ids
     assert len(one.text_offsets) == len(one.token_ids)
