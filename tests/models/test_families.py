@@ -112,9 +112,10 @@ def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> No
     assert_same_logits(ours[1], theirs(folder, second))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_dense_reference_agrees(family: str, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(tmp_path, family)
+@pytest.mark.parametrize("case", ["llama biases", "qwen2 tied", "qwen2 windows", "qwen3"])
+def test_the_dense_reference_agrees(case: str, tmp_path: Path) -> None:
+    family, overrides = OPTIONS[case]
+    folder = tiny_checkpoint(tmp_path, family, **overrides)
     ids = tokens(41, seed=2)
     assert_same_logits(DenseModel(folder).logits(ids), theirs(folder, ids))
 

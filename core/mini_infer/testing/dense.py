@@ -41,7 +41,8 @@ class DenseModel:
         for index, kind in enumerate(kinds):
             layer = f"layers.{index}."
             if kind == "decoder":
-                x = x + self._attention(layer + "self_attn.", self._norm(x, layer + "input_layernorm"), None)
+                window = self._window(index)
+                x = x + self._attention(layer + "self_attn.", self._norm(x, layer + "input_layernorm"), window)
                 x = x + self._mlp(layer + "mlp.", self._norm(x, layer + "post_attention_layernorm"))
             elif kind == "latent":
                 x = x + self._latent(layer, self._norm(x, layer + "norm"))
@@ -50,6 +51,11 @@ class DenseModel:
                 x = x + self._attention(layer, self._norm(x, layer + "norm"), window)
         head = self.tensors.get("lm_head.weight", self.tensors["embed_tokens.weight"])
         return self._norm(x, "norm") @ head.T
+
+    def _window(self, layer: int) -> int | None:
+        """Of Qwen's layers from ``max_window_layers`` on, where ``use_sliding_window`` is set."""
+        sliding = self.config.get("use_sliding_window") and layer >= self.config["max_window_layers"]
+        return self.config["sliding_window"] if sliding else None
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         y = x @ self.tensors[name + ".weight"].T
