@@ -73,15 +73,17 @@ class AnswerHead:
         self.model = model
         self.requests = requests
         self._bases = {r.request_id: i * len(r.engine_requests) for i, r in enumerate(requests)}
+        self._num_streamed = 0
 
-    def index(self, delta: Delta) -> int:
-        """The index of a delta's choice."""
+    def stream(self, delta: Delta) -> int:
+        """Count a delta that is streamed; the index of its choice."""
+        self._num_streamed += len(delta.token_ids)
         return self._bases[delta.request_id] + delta.index
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Tokens streamed so far; all of them if nothing is."""
         prompts = sum(len(request.prompt_token_ids) for request in self.requests)
-        generated = sum(request.num_tokens() for request in self.requests)
+        generated = self._num_streamed or sum(request.num_tokens() for request in self.requests)
         cached = sum(request.num_cached_tokens for request in self.requests)
         return Usage(prompts, generated, prompts + generated, PromptDetails(cached))
 

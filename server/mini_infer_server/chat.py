@@ -113,6 +113,7 @@ class ChatForm:
 
     def event(self, delta: Delta) -> bytes:
         """As ``Form.event``."""
+        self._head.stream(delta)
         events = b""
         if delta.index not in self._opened:
             self._opened.add(delta.index)

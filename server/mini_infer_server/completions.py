@@ -90,7 +90,7 @@ class CompletionForm:
 
     def event(self, delta: Delta) -> bytes:
         """As ``Form.event``."""
-        index = self._head.index(delta)
+        index = self._head.stream(delta)
         echo = self._echoes[index]
         if delta.prompt_logprobs is not None:
             echo.positions += delta.prompt_logprobs

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from litestar import Request, Response, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath
 from litestar.response import Stream  # noqa: TC002 (Litestar reads the handlers' annotations)
 
 from mini_infer_server.answers import answer
@@ -57,7 +59,7 @@ def needs_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandle
 
 
 @post("/v1/chat/completions", status_code=200, guards=[needs_key])
-async def chat_completions(request: HttpRequest, service: Service) -> Stream | Response[bytes]:
+async def chat_completions(request: HttpRequest, service: NamedDependency[Service]) -> Stream | Response[bytes]:
     """The assistant's next turn in a chat."""
     check_headers(request.headers)
     body = await request.body()
@@ -74,7 +76,7 @@ async def chat_completions(request: HttpRequest, service: Service) -> Stream | R
 
 
 @post("/v1/completions", status_code=200, guards=[needs_key])
-async def completions(request: HttpRequest, service: Service) -> Stream | Response[bytes]:
+async def completions(request: HttpRequest, service: NamedDependency[Service]) -> Stream | Response[bytes]:
     """The continuation of one or more prompts."""
     check_headers(request.headers)
     body = await request.body()
@@ -90,20 +92,20 @@ async def completions(request: HttpRequest, service: Service) -> Stream | Respon
 
 
 @get("/v1/models", guards=[needs_key])
-async def models(service: Service) -> Response[bytes]:
+async def models(service: NamedDependency[Service]) -> Response[bytes]:
     """The models served here."""
     return _json(ModelList([_card(service)]))
 
 
 @get("/v1/models/{model_id:path}", guards=[needs_key])
-async def model(model_id: str, service: Service) -> Response[bytes]:
+async def model(model_id: FromPath[str], service: NamedDependency[Service]) -> Response[bytes]:
     """One model."""
     service.check_model(str(model_id).removeprefix("/"))
     return _json(_card(service))
 
 
 @get("/health")
-async def health(service: Service) -> Response[bytes]:
+async def health(service: NamedDependency[Service]) -> Response[bytes]:
     """200 while the engine lives and was heard of lately, else 503."""
     if not service.healthy:
         raise APIError(503, "the engine does not answer", code="engine_unavailable")
@@ -119,7 +121,7 @@ async def server_version() -> Response[bytes]:
 ROUTES = [chat_completions, completions, models, model, health, server_version]
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: NamedDependency[Service]) -> ModelCard:
     return ModelCard(service.model, service.created, service.llm.frontend.facts.max_model_len)
 
 

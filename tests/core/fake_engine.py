@@ -26,7 +26,7 @@ def spell(text: str) -> list[int]:
 
 def echo_script(request: EngineRequest) -> list[int]:
     """The prompt, shifted by the choice, then EOS."""
-    return [(token + request.choice) % 256 for token in request.prompt_token_ids] + [EOS]
+    return [(token + request.choice) % 317 for token in request.prompt_token_ids] + [EOS]
 
 
 class FakeEngine:
