@@ -117,6 +117,11 @@ def test_a_control_token_does_not_part_a_character(table: TokenBytes) -> None:
     assert control in "".join(deltas(table, ids, skip_special_tokens=False))
 
 
+@pytest.mark.parametrize("table", [T1, T2], ids=["byte-level", "sentencepiece"])
+def test_an_id_without_a_token_does_not_part_a_character(table: TokenBytes) -> None:
+    assert "".join(deltas(table, [*ids_of(table, EMOJI[:2]), 350, *ids_of(table, EMOJI[2:])])) == "😀"
+
+
 def test_two_requests_interleaved_do_not_meet() -> None:
     first, second = make_detokenizer(T1), make_detokenizer(T1)
     out = ["", ""]

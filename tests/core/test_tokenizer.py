@@ -193,15 +193,24 @@ def test_encode_plain_and_encode() -> None:
 
 
 def test_added_tokens_that_the_template_writes_are_control_tokens() -> None:
-    built = byte_tokenizer("<|u|>{% for m in messages %}<call>{{ m.content }}{% endfor %}")
+    built = byte_tokenizer("<|u|>{% for m in messages %}<call>{{ m.content }}{% endfor %}{{ '  ' }}")
     built.backend.add_tokens([AddedToken("<call>", normalized=False), AddedToken("  ", normalized=False)])
     tokenizer = HFTokenizer(built.hf())
     call, spaces = 320, 321
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "<call>  x"}])
     assert Counter(ids)[call] == 1
-    assert Counter(ids)[spaces] == 1, "an added token that is ordinary text stays one"
+    assert Counter(ids)[spaces] == 2, "an added token that is ordinary text stays one, wherever it comes from"
     theirs = tokenizer.hf.apply_chat_template([{"role": "user", "content": "  x"}], return_dict=False)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "  x"}]) == theirs
+
+
+def test_the_longest_control_token_is_the_templates_own() -> None:
+    built = byte_tokenizer("<|a|>!{{ messages[0].content }}")
+    built.backend.add_special_tokens([AddedToken("<|a|>!", special=True, normalized=False)])
+    tokenizer = HFTokenizer(built.hf())
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "<|a|>!<|a|>"}])
+    assert ids[0] == 320
+    assert not {320, A} & set(ids[1:])
 
 
 def test_a_normaliser_cannot_make_control_tokens_of_other_text() -> None:
@@ -241,6 +250,11 @@ def test_null_and_missing_content_are_empty() -> None:
     for message in ({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "content": ""}):
         assert text_of(T1, T1.apply_chat_template([message])) == "<|a|><|stop|><|a|>"
         assert "None" not in text_of(RICH_T1, RICH_T1.apply_chat_template([message]))
+
+
+def test_null_fields_are_as_if_missing() -> None:
+    ids = RICH_T1.apply_chat_template([{"role": "tool", "content": "x", "name": None}])
+    assert "it says x" in text_of(RICH_T1, ids)
 
 
 def test_arguments_reach_the_template_as_an_object() -> None:
