@@ -50,10 +50,14 @@ class HFConfig:
             choices = ", ".join(map(repr, allowed))
             raise ConfigError(f"config.json: {key} {value!r} is not supported; supported: {choices}")
 
+    def window(self) -> int | None:
+        """``sliding_window``: absent it is 4096, as in transformers, and null is none."""
+        return None if self.hf.get("sliding_window", 4096) is None else self.size("sliding_window", 4096)
+
     def layer_windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window as Qwen's configs state it, None for full attention."""
         layers = self.size("num_hidden_layers")
-        window = self.size("sliding_window", 4096) if self.flag("use_sliding_window") else None
+        window = self.window() if self.flag("use_sliding_window") else None
         kinds = self.hf.get("layer_types")
         if kinds is None:
             first = self.size("max_window_layers", 28) if self.hf.get("max_window_layers") != 0 else 0
@@ -64,7 +68,7 @@ class HFConfig:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ConfigError(f"config.json: layer type {kind!r} is not supported")
             if kind == "sliding_attention" and window is None:
-                raise ConfigError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
+                raise ConfigError("config.json: layer_types has sliding_attention, but no sliding window is in use")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

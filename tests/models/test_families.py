@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     ),
-    "mistral": ("llama", {**MISTRAL, "sliding_window": None}),
+    "mistral": ("llama", MISTRAL),
     "mistral window": ("llama", {**MISTRAL, "sliding_window": 6}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -171,7 +171,7 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> N
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\) is not supported"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 2"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer type 'linear_attention' is not supported"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is false"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "but no sliding window is in use"),
         ("qwen3", {"architectures": ["Qwen9ForCausalLM"]}, "architecture Qwen9ForCausalLM is not supported; supported"),
     ],
 )

@@ -23,7 +23,6 @@ class LlamaAdapter(DecoderAdapter):
     def decoder_config(self, config: "ModelConfig") -> "DecoderConfig":
         reader = HFConfig(config.hf)
         if MISTRAL in config.hf.get("architectures", ()):
-            window = reader.size("sliding_window", 4096) if config.hf.get("sliding_window", 4096) is not None else None
-            return read_decoder_config(config, sliding_windows=(window,) * reader.size("num_hidden_layers"))
+            return read_decoder_config(config, sliding_windows=(reader.window(),) * reader.size("num_hidden_layers"))
         bias = reader.flag("attention_bias")
         return read_decoder_config(config, qkv_bias=bias, o_bias=bias, mlp_bias=reader.flag("mlp_bias"))
