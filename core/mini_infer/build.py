@@ -152,7 +152,8 @@ class _Builder:
         extensions = self._c.manager.many("extensions", self._c.context)
         proposer: Proposer | None = self._one("proposer", lambda: None)
         executor, overlap = self._executor(proposer)
-        executor.start(self._worker([p for p in processors if isinstance(p, LogitsProcessor)]))
+        on_device = [p for p in processors if isinstance(p, LogitsProcessor)]
+        executor.start(self._worker(on_device))
         parts = EngineParts(
             executor=executor,
             scheduler=self._one("scheduler", first_come_first_served),
@@ -164,6 +165,7 @@ class _Builder:
                 vocab_size=self._model.config.vocab_size,
             ),
             proposer=proposer,
+            logits_processors=on_device,
             late_processors=[p for p in processors if isinstance(p, LateLogitsProcessor)],
             observers=[e for e in extensions if isinstance(e, Observer)],
             overlap=overlap,

@@ -19,6 +19,8 @@ from mini_infer.model_config import flatten_hf_config, locate_model, make_model_
 from mini_infer.model_loading import choose_adapter, choose_loader, load_module
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from mini_infer.build_context import BuildContext
@@ -85,13 +87,7 @@ def find_checkpoint(settings: "Settings", manager: "PluginManager", context: "Bu
     """
     engine = settings.engine
     adapters, loaders = manager.model_adapters(context), manager.weight_loaders(context)
-    path = (
-        demo_gguf_path()
-        if settings.model == DEMO
-        else locate_model(
-            settings.model, revision=engine.revision, offline=engine.offline, weights=engine.load_format != "random"
-        )
-    )
+    path = _locate(settings, loaders)
     loader = choose_loader(loaders, path, engine.load_format)
     carried = loader.hf_config(path)
     hf = read_hf_config(loader.prepare(path)) if carried is None else flatten_hf_config(carried)
@@ -103,6 +99,16 @@ def find_checkpoint(settings: "Settings", manager: "PluginManager", context: "Bu
     found = FoundCheckpoint(path, config, adapter, loader, [])
     found.choices.extend(_choices(engine, found))
     return found
+
+
+def _locate(settings: "Settings", loaders: "Sequence[WeightLoader]") -> Path:
+    model, engine = settings.model, settings.engine
+    if model == DEMO:
+        return demo_gguf_path()
+    named = next((path for loader in loaders if (path := loader.locate(model)) is not None), None)
+    if named is not None:
+        return named
+    return locate_model(model, revision=engine.revision, offline=engine.offline, weights=engine.load_format != "random")
 
 
 def _choices(engine: "EngineSettings", found: FoundCheckpoint) -> list[Choice]:

@@ -21,12 +21,13 @@ from mini_infer.late_inputs import LateMasks
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, TokenDelta
 from mini_infer.planner import Planner, RequestTable
 from mini_infer.request import Request, Status
+from mini_infer.request_check import check_extensions
 
 if TYPE_CHECKING:
     from mini_infer.interfaces.executor import Executor, PendingOutput
     from mini_infer.interfaces.observer import Observer
     from mini_infer.interfaces.proposer import Proposer
-    from mini_infer.interfaces.sampler import LateLogitsProcessor
+    from mini_infer.interfaces.sampler import LateLogitsProcessor, LogitsProcessor
     from mini_infer.interfaces.scheduler import Scheduler
     from mini_infer.kv_manager import KVManager
     from mini_infer.plan import Grant, RowOutput, StepOutput, StepPlan
@@ -54,6 +55,7 @@ class EngineParts:
     kv: "KVManager"
     limits: EngineLimits
     proposer: "Proposer | None" = None
+    logits_processors: Sequence["LogitsProcessor"] = ()  # asked here only whether they can take a request
     late_processors: Sequence["LateLogitsProcessor"] = ()
     observers: Sequence["Observer"] = ()
     overlap: bool = False
@@ -95,7 +97,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: its id is taken, or it can never fit. (Everything else the front end has checked.)
+            RequestError: its id is taken, it can never fit, or a logits processor refuses it. (Everything else the
+                front end has checked.)
         """
         limits, num_prompt = self._parts.limits, len(spec.prompt_token_ids)
         longest = min(limits.max_model_len, self._kv.device.num_blocks * self._kv.block_size)
@@ -108,6 +111,7 @@ class Engine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        check_extensions((*self._parts.logits_processors, *self._parts.late_processors), spec.params)
         now = self._clock()
         deadline = None if spec.deadline_ms is None else now + spec.deadline_ms / 1e3
         request = Request(spec, arrival=now, deadline=deadline, token_ids=list(spec.prompt_token_ids))

@@ -18,6 +18,10 @@ class WeightLoader(ABC):
     name: ClassVar[str]
     """What ``engine.load_format`` calls it."""
 
+    def locate(self, model: str) -> Path | None:
+        """Where the model lies that the setting ``model`` calls by a name of this loader's own; None for others."""
+        return None
+
     @abstractmethod
     def accepts(self, path: Path) -> bool:
         """Whether ``path`` (a folder or file) holds weights of this format. Reads names only."""

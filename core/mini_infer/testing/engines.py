@@ -47,14 +47,15 @@ def tiny_model(family: str = "llama", seed: int = 0, **config: Any) -> Path:
 @cache
 def _tiny_model(family: str, seed: int, config: str) -> Path:
     folder = tiny_checkpoint(
-        Path(_scratch(), f"{family}-{len(list(_scratch().iterdir()))}"), family, seed, **json.loads(config)
+        Path(scratch_folder(), f"{family}-{len(list(scratch_folder().iterdir()))}"), family, seed, **json.loads(config)
     )
     byte_tokenizer().save(folder)
     return folder
 
 
 @cache
-def _scratch() -> Path:
+def scratch_folder() -> Path:
+    """A folder that is gone with this process."""
     folder = Path(tempfile.mkdtemp(prefix="mini-infer-testing-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
