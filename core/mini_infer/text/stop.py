@@ -33,6 +33,7 @@ class StopMatcher:
 
     def __init__(self, stops: Iterable[str], *, include_stop_str_in_output: bool = False) -> None:
         self._patterns = [_Pattern(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._first_characters = {pattern.stop[0] for pattern in self._patterns}
         self._include = include_stop_str_in_output
         self._held = ""
         self.matched: str | None = None
@@ -41,12 +42,12 @@ class StopMatcher:
         """Take more text; return what is safe to give out now."""
         if self.matched is not None:
             return ""
-        if not self._patterns:
-            return delta
+        if not self._held and self._first_characters.isdisjoint(delta):
+            return delta  # nothing starts here: most text
         text = self._held + delta
         for end in range(len(self._held), len(text)):
             char = text[end]
-            # Every pattern must see every character, so no short cut; the longest pattern comes first.
+            # Every pattern must see every character; the longest comes first.
             complete = [pattern.stop for pattern in self._patterns if pattern.advance(char)]
             if complete:
                 self.matched, self._held = complete[0], ""
