@@ -213,6 +213,7 @@ class _Builder:
             block_size=self._block_size,
         )
         backends = {spec: make(spec, device, self._block_size) for spec, make in self._c.backends.items()}
+        runner.bind(list(backends.values()))
         sampling_state = SamplingState(
             settings.max_num_seqs,
             model.config.vocab_size,

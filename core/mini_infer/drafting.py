@@ -22,19 +22,19 @@ class Drafting:
     def __init__(self, proposer: "Proposer | None", vocab_size: int) -> None:
         self._proposer = proposer
         self._vocab_size = vocab_size
+        self._width = 0  # of the coming step
 
-    def wanted(self, running: "Sequence[Request]") -> bool:
-        """Whether the coming step shall have drafts, so that the steps before it must be read first."""
-        return self._proposer is not None and self._proposer.width(len(_decoding(running))) > 0
+    def decide(self, running: "Sequence[Request]") -> bool:
+        """Whether the coming step shall have drafts, so that the steps before it must be read first; asked once."""
+        num_decoding = 0 if self._proposer is None else len(_decoding(running))
+        self._width = 0 if self._proposer is None or not num_decoding else self._proposer.width(num_decoding)
+        return self._width > 0
 
     def propose(self, running: "Sequence[Request]") -> None:
         """Give each decoding request whose tokens have all been read its ``draft_token_ids``."""
         proposer = self._proposer
         requests = [] if proposer is None else [r for r in _decoding(running) if not r.in_flight]
-        if proposer is None or not requests:
-            return
-        width = proposer.width(len(requests))
-        if width == 0:
+        if proposer is None or not requests or self._width == 0:
             return
         drafts = proposer.propose(requests)
         name = type(proposer).__name__
@@ -44,7 +44,7 @@ class Drafting:
             if not all(0 <= token_id < self._vocab_size for token_id in draft):
                 raise PluginError(f"proposer {name} drafted a token outside the vocabulary of {self._vocab_size}")
             room = request.num_prompt_tokens + request.max_tokens - request.num_tokens - 1
-            request.draft_token_ids = list(draft[: max(0, min(width, room))])
+            request.draft_token_ids = list(draft[: max(0, min(self._width, room))])
 
     def observe(self, request: "Request", grant: "Grant", row: "RowOutput") -> None:
         """Tell the proposer how a step's drafts fared."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -22,9 +24,9 @@ class StepShape:
     """How large the padded step is. A ``StepRunner`` may enlarge it to a bucket, never shrink it.
 
     Attributes:
-        num_rows: rows, padding counted; each padding row has one token.
+        num_rows: rows, padding counted.
         num_tokens: tokens, padding counted.
-        num_decode_rows: leading rows of ``decode_query_len`` tokens each, padding rows counted if there are no others.
+        num_decode_rows: leading rows of ``decode_query_len`` tokens each, padding rows counted if they follow.
         decode_query_len: 1 for plain decode, 1 + drafts for verification; 0 if no row is uniform.
         max_query_len: longest row.
     """
@@ -34,6 +36,12 @@ class StepShape:
     num_decode_rows: int
     decode_query_len: int
     max_query_len: int
+
+    @classmethod
+    def of(cls, query_lens: "Sequence[int]", decode_query_len: int) -> "StepShape":
+        """The shape of rows of so many tokens, the first of them uniform unless ``decode_query_len`` is 0."""
+        num_decode_rows = next((i for i, n in enumerate(query_lens) if n != decode_query_len), len(query_lens))
+        return cls(len(query_lens), sum(query_lens), num_decode_rows, decode_query_len, max(query_lens))
 
 
 @dataclass(frozen=True, slots=True)

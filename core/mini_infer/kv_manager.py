@@ -50,9 +50,14 @@ class KVManager:
         return len(self.device.cached)
 
     @property
-    def settling(self) -> bool:
-        """Whether blocks will come free by themselves: retiring, or at either end of a copy."""
-        return self.device.num_retiring > 0 or bool(self._moves)
+    def copying(self) -> bool:
+        """Whether copies between tiers are under way."""
+        return bool(self._moves)
+
+    @property
+    def num_settling(self) -> int:
+        """Device blocks that come free or cached by themselves: retiring, or at either end of a copy."""
+        return self.device.num_retiring + self.device.num_copying
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +134,16 @@ class KVManager:
         request.num_keyed_blocks = 0
         self.device.complete(self._completed_step)
 
+    def distrust(self, request: Request) -> None:
+        """What a request's blocks hold may be wrong: it is known content no more, so it is neither matched nor kept."""
+        for key in request.block_keys[: request.num_keyed_blocks]:
+            for tier, block_id in self._index.tiers(key):
+                state = self.pools[tier].state(block_id)
+                if state in (BlockState.HELD, BlockState.CACHED):
+                    self._forget(BlockRef(tier, block_id))
+                if state is BlockState.CACHED:
+                    self.pools[tier].drop(block_id)
+
     def complete(self, step_id: int) -> None:
         """Steps up to ``step_id`` have been read."""
         self._completed_step = step_id
@@ -155,6 +170,8 @@ class KVManager:
         self._arriving.discard(move.key)
         arrived = done and self._index.copied(move.key, move.target.tier, move.target.block_id)
         self.pools[move.target.tier].end_copy(move.target.block_id, keep=arrived)
+        if arrived:
+            self.policy.arrived(move.target.tier, move.key)
         demoted = move.source.tier == DEVICE_TIER
         stays = (not arrived) if demoted else done  # a source that cannot be read is not tried again
         if not stays:

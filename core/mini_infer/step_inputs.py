@@ -59,16 +59,15 @@ class StepInputs:
         """The step's batch, padded as ``runner`` wishes, and where each grant lies in it."""
         spans, input_ids, last_token_at, last_token_slots = self._lay_out(plan)
         query_lens = [span.num_tokens + span.num_drafts for span in spans]
-        shape = self._padded_shape(spans, query_lens, runner)
         slots = [span.grant.slot for span in spans]
         seq_lens_host = [self._state.rows[s].max_computed + n for s, n in zip(slots, query_lens, strict=True)]
-        num_padding_rows = shape.num_rows - len(spans)
-        if num_padding_rows:
-            padding = shape.num_tokens - len(input_ids)
-            query_lens += [1] * (num_padding_rows - 1) + [padding - num_padding_rows + 1]
-            slots += [self._state.padding_slot] * num_padding_rows
-            seq_lens_host += query_lens[-num_padding_rows:]
-            input_ids = np.concatenate([input_ids, np.zeros(padding, dtype=np.int64)])
+        decodes = spans[0].num_tokens == 1 and spans[0].grant.samples
+        shape, padding = self._pad(query_lens, query_lens[0] if decodes else 0, runner)
+        if padding:
+            query_lens += padding
+            slots += [self._state.padding_slot] * len(padding)
+            seq_lens_host += padding
+            input_ids = np.concatenate([input_ids, np.zeros(sum(padding), dtype=np.int64)])
         self._fill(shape, slots, query_lens, input_ids, last_token_at, last_token_slots)
         batch = ForwardBatch(
             shape=shape,
@@ -105,18 +104,21 @@ class StepInputs:
             start += grant.num_tokens + num_drafts
         return spans, np.concatenate(pieces), last_token_at, last_token_slots
 
-    def _padded_shape(self, spans: list[RowSpan], query_lens: list[int], runner: StepRunner) -> StepShape:
-        decodes = spans[0].num_tokens == 1 and spans[0].grant.samples
-        decode_query_len, num_decode_rows = (query_lens[0] if decodes else 0), 0
-        while num_decode_rows < len(query_lens) and query_lens[num_decode_rows] == decode_query_len:
-            num_decode_rows += 1
-        exact = StepShape(len(query_lens), sum(query_lens), num_decode_rows, decode_query_len, max(query_lens))
-        shape = runner.shape(exact)
-        more_rows, more_tokens = shape.num_rows - exact.num_rows, shape.num_tokens - exact.num_tokens
-        fits = shape.num_rows <= self._limits.max_num_rows and shape.num_tokens <= self._limits.max_num_tokens
+    def _pad(self, query_lens: list[int], decode_query_len: int, runner: StepRunner) -> tuple[StepShape, list[int]]:
+        """The padded shape that the runner chose, and the tokens of each padding row."""
+        exact = StepShape.of(query_lens, decode_query_len)
+        chosen = runner.shape(exact)
+        more_rows, more_tokens = chosen.num_rows - exact.num_rows, chosen.num_tokens - exact.num_tokens
+        fits = chosen.num_rows <= self._limits.max_num_rows and chosen.num_tokens <= self._limits.max_num_tokens
         if more_rows < 0 or more_tokens < more_rows or (more_tokens and not more_rows) or not fits:
-            raise PluginError(f"step runner {type(runner).__name__} chose shape {shape} for {exact}")
-        return shape
+            raise PluginError(f"step runner {type(runner).__name__} chose shape {chosen} for {exact}")
+        if not more_rows:
+            return exact, []
+        if exact.num_decode_rows == exact.num_rows and more_tokens == more_rows * decode_query_len:
+            padding = [decode_query_len] * more_rows
+        else:
+            padding = [1] * (more_rows - 1) + [more_tokens - more_rows + 1]
+        return StepShape.of([*query_lens, *padding], decode_query_len), padding
 
     def _fill(
         self,

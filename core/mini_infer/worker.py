@@ -119,7 +119,9 @@ class Worker:
             logits = self._parts.model.logits(hidden.index_select(0, token_index)).float()
             ok = torch.isfinite(logits).all(dim=-1)
             raw = self._keep_raw(logits, rows)
-            logits = self._process(logits, rows, late)
+            if self._processed or late.masks:
+                logits = self._process(logits, rows, late)
+                ok = ok & torch.isfinite(logits.amax(dim=-1))  # something must be left to draw
             tokens = self._parts.sampler.sample(logits, rows, self._parts.sampling_state)
             drafts = [s.grant.draft_token_ids[:n] for s, n in zip(drawing, num_drafts, strict=True)]
             emitted, num_accepted = accept(tokens, drafts)
@@ -189,17 +191,17 @@ class Worker:
             if not span.grant.samples:
                 answers.append(RowOutput([], prompt_logprobs=prompt_logprobs))
                 continue
-            tokens, width = emitted[row][: accepted[row] + 1], drawn.num_drafts[row] + 1
+            tokens = emitted[row][: accepted[row] + 1]
             span.row.max_computed -= span.num_drafts - accepted[row]  # the host's bound comes down to the truth
             answers.append(
                 RowOutput(
                     token_ids=tokens,
-                    ok=all(ok[first : first + width]),
+                    ok=all(ok[first : first + len(tokens)]),  # what a rejected draft gave does not count
                     logprobs=self._logprobs(span, drawn.raw, first, tokens),
                     prompt_logprobs=prompt_logprobs,
                 )
             )
-            row, first = row + 1, first + width
+            row, first = row + 1, first + 1 + drawn.num_drafts[row]
         return answers
 
     def _logprobs(self, span: RowSpan, raw: torch.Tensor | None, first: int, tokens: list[int]) -> list[TokenLogprobs]:

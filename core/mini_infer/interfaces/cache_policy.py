@@ -20,7 +20,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Copy a cached block that nobody holds to another tier."""
+    """Copy a cached device block that nobody holds to another tier; the device block is free once that is done."""
 
     key: BlockKey
     tier: str
@@ -28,7 +28,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Copy a block from a lower tier back to the device, for ``request_id`` or ahead of any."""
+    """Copy a cached block from a lower tier back to the device, where it is cached again; the lower tier keeps it."""
 
     key: BlockKey
     tier: str
@@ -73,11 +73,20 @@ class CachePolicy(ABC):
     def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
         """Choose ``count`` of ``cached`` (blocks of ``tier`` that nobody holds) to be dropped, in order.
 
+        ``cached`` is in the order in which they became so. Blocks at either end of a copy are not among them.
+
         Fewer than ``count``, or others than offered, are a ``PluginError``.
         """
 
+    def arrived(self, tier: str, key: BlockKey) -> None:
+        """A copy brought a block to a tier, where nobody holds it yet. Nothing by default."""
+        return
+
     def gone(self, tier: str, key: BlockKey) -> None:
-        """A block left a tier. Nothing by default."""
+        """A block that was kept, touched or had arrived left a tier: evicted, moved, or no longer to be trusted.
+
+        Nothing by default.
+        """
         return
 
     def wishes(self, view: CacheView) -> Sequence[Demote | Promote]:

@@ -27,7 +27,10 @@ class Proposer(ABC):
     """Most drafts a request and step."""
 
     def width(self, num_decoding: int) -> int:
-        """Most drafts a request wanted in the coming step, given so many decoding requests; 0 keeps it overlapped."""
+        """Most drafts a request wanted in the coming step, given so many decoding requests; 0 keeps it overlapped.
+
+        Asked once a step that has decoding requests, those counted whose last step has not been read yet.
+        """
         return self.max_drafts
 
     @abstractmethod

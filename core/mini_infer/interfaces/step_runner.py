@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from mini_infer.forward_batch import ForwardBatch, StepShape
-    from mini_infer.interfaces.attention import BatchLimits
+    from mini_infer.interfaces.attention import AttentionBackend, BatchLimits
 
 
 class StepRunner(ABC):
@@ -19,12 +19,24 @@ class StepRunner(ABC):
         """Enlarge the bounds of the fixed buffers if the buckets need it."""
         return limits
 
+    def bind(self, backends: "Sequence[AttentionBackend]") -> None:
+        """Called once, before the first step, with the backend of each KV group. Nothing by default.
+
+        Their ``capabilities.graphs`` say which steps may be captured. In those a backend reads tensors at fixed
+        addresses only, so a replay may hand the model the batch of the step that was captured.
+
+        Raises:
+            ConfigError: it cannot run with one of them.
+        """
+        return
+
     @abstractmethod
     def shape(self, shape: "StepShape") -> "StepShape":
         """The bucket for a step of this exact shape: at least as many rows and tokens, before metadata is built.
 
-        Rows added are padding: one token each, on the null block, so ``num_tokens`` grows by at least ``num_rows``'s
-        growth. Further tokens belong to the last padding row; without one, ``num_tokens`` must stay.
+        Only ``num_rows`` and ``num_tokens`` of the answer count; the core works out the rest. Rows added are padding on
+        the null block. Where all rows are uniform and the tokens added are ``decode_query_len`` for each row added, so
+        are the padding rows. Else each has one token and the last one what is left; without one ``num_tokens`` stays.
         """
 
     @abstractmethod
