@@ -1,7 +1,7 @@
 """``mini-infer bench``: how fast this machine runs a model, in three figures that users ask for.
 
 Contract: random token ids and greedy decoding, so that figures of different engines and models compare; a warm-up
-before anything is measured. TTFT, ITL and TPOT are defined in docs/benchmarks.md.
+before anything is measured.
 """
 
 from __future__ import annotations

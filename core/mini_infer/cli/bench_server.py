@@ -1,7 +1,8 @@
 """Measurements on a running server, over its streams.
 
 Contract: a fixed number of clients each send the next request when their last has ended (a closed loop). A request
-that fails ends the measurement: figures over failed requests mean nothing.
+that fails ends the measurement: figures over failed requests mean nothing. TTFT is from sending to the first piece, ITL
+the gap between consecutive pieces, TPOT (last piece - first piece) / (tokens - 1) of a request.
 """
 
 from __future__ import annotations

@@ -99,9 +99,11 @@ def _memory_note(composition: Composition) -> str:
     from mini_infer.kv_memory import plan_kv_memory
 
     engine, found = composition.settings.engine, composition.found
+    module = found.on_paper()
     return plan_kv_memory(
         engine,
-        [layer.spec for layer in attention_layers(found.on_paper())],
+        [layer.spec for layer in attention_layers(module)],
+        reserved=sum(weight.numel() * weight.element_size() for weight in module.parameters()),
         block_size=choose_block_size(engine.block_size, list(composition.backends.values())),
         device=composition.context.device,
         model_max_len=found.config.max_position_embeddings,
