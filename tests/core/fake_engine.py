@@ -10,10 +10,11 @@ from mini_infer.generation_config import GenerationConfig
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, ModelFacts, TokenDelta
 from mini_infer.plan import TokenLogprobs
 from mini_infer.testing.tokenizers import byte_tokenizer
-from mini_infer.text.hf_tokenizer import HFTokenizer
+from mini_infer.text.tokenizer_wire import TokenizerState
 
 if TYPE_CHECKING:
     from mini_infer.errors import RequestError
+    from mini_infer.text.tokenizer import Tokenizer
 
 EOS = 319
 Script = Callable[[EngineRequest], Sequence[int]]
@@ -109,6 +110,13 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 2, top[:count])
 
 
+def quick_tokenizer() -> "Tokenizer":
+    """T1, without the seconds that transformers takes to be imported."""
+    made = byte_tokenizer()
+    special = dict(made.special_tokens)
+    return TokenizerState(made.backend.to_str(), made.chat_template, special, EOS, None).open()
+
+
 @dataclass
 class FakeBuilt:
     """As ``BuiltEngine``."""
@@ -125,5 +133,5 @@ def fake_built(engine: FakeEngine | None = None, tokenizer: Any = "byte", **fact
     """A built engine over ``engine``, of the shape of the test bench's model "tiny"."""
     shape = {"name": "tiny", "vocab_size": 384, "max_model_len": 128, "max_tokens_in_pool": 1024, **facts}
     if tokenizer == "byte":
-        tokenizer = HFTokenizer(byte_tokenizer().hf())
+        tokenizer = quick_tokenizer()
     return FakeBuilt(engine or FakeEngine(), ModelFacts(**shape), tokenizer)

@@ -54,11 +54,16 @@ class Served:
 
     def connect(self, method: str, path: str, body: dict[str, Any] | None = None) -> socket.socket:
         """A raw connection on which a request was sent."""
-        data = json.dumps(_playing(body or {})).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
-        connection.sendall(head.encode() + data)
+        connection.sendall(raw_request(method, path, _playing(body or {})))
         return connection
+
+
+def raw_request(method: str, path: str, body: dict[str, Any]) -> bytes:
+    """A request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + data
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -79,7 +84,9 @@ def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine | None = None, tokenizer: Any = "byte", app: Any = None, **facts: Any) -> Iterator[Served]:
+def serving(
+    engine: FakeEngine | None = None, tokenizer: Any = "byte", app: Any = None, **facts: Any
+) -> Iterator[Served]:
     """A server over ``engine``; every request may bring a ``script``."""
     engine = engine or FakeEngine()
     built: Any = fake_built(engine, tokenizer, **{"extensions": ["script"], **facts})
