@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from mini_infer.plugin_contract import load_plugin
-from mini_infer.plugin_index import discover
-from mini_infer.plugin_sets import PLUGIN_SETS
+from mini_infer.plugin_system.contract import load_plugin
+from mini_infer.plugin_system.index import discover
+from mini_infer.plugin_system.sets import PLUGIN_SETS
 
 INDEX = discover(())
 OURS = [name for name in INDEX.names() if INDEX.sources[name][0].distribution == "mini-infer"]

@@ -10,9 +10,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.async_stream import AsyncStream
 from mini_infer.errors import EngineError, RequestError
 from mini_infer.frontend import NO_OPTIONS, Frontend, RequestBook, RequestOptions
+from mini_infer.frontend.async_stream import AsyncStream
 from mini_infer.llm import settings_of_arguments
 from mini_infer.messages import EngineStats
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from mini_infer.engine_client import EngineClient, EngineInfo, Outputs
+    from mini_infer.frontend.text_request import TextRequest
     from mini_infer.outputs import Delta, RequestOutput
     from mini_infer.sampling_params import SamplingParams
+    from mini_infer.serving.engine_client import EngineClient, EngineInfo, Outputs
     from mini_infer.settings import Settings
-    from mini_infer.text_request import TextRequest
 
 
 class AsyncLLM:
@@ -262,6 +262,6 @@ class AsyncLLM:
 
 def _in_thread(settings: Settings) -> EngineClient:
     from mini_infer.build import build_engine
-    from mini_infer.engine_thread import ThreadClient
+    from mini_infer.serving.engine_thread import ThreadClient
 
     return ThreadClient(lambda: build_engine(settings))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mini_infer.build import BuiltEngine
+    from mini_infer.frontend.text_request import TextRequest
     from mini_infer.outputs import Delta, RequestOutput
     from mini_infer.sampling_params import SamplingParams
     from mini_infer.settings import Settings
-    from mini_infer.text_request import TextRequest
 
 
 def settings_of_arguments(model: str | None, config: str | Path | None, given: Mapping[str, Any]) -> Settings:

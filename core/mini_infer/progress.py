@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from mini_infer.text_request import TextRequest
+    from mini_infer.frontend.text_request import TextRequest
 
 
 @contextmanager

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from litestar.types import ASGIApp, Receive, Scope, Send
 
     from mini_infer.async_llm import AsyncLLM
-    from mini_infer.async_stream import AsyncStream
+    from mini_infer.frontend.async_stream import AsyncStream
+    from mini_infer.frontend.text_request import TextRequest
     from mini_infer.outputs import Delta
-    from mini_infer.text_request import TextRequest
 
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 from mini_infer_server.answers import AnswerHead, Usage, event
 
 if TYPE_CHECKING:
+    from mini_infer.frontend.text_request import TextRequest
     from mini_infer.outputs import CompletionOutput, Delta, PositionLogprobs
-    from mini_infer.text_request import TextRequest
     from mini_infer_server.requests import ChatRequest
     from mini_infer_server.token_text import TokenText
 

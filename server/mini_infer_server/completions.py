@@ -18,9 +18,9 @@ from mini_infer_server.token_text import TokenText
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mini_infer.frontend.text_request import TextRequest
     from mini_infer.outputs import CompletionOutput, Delta, PositionLogprobs
     from mini_infer.text.tokenizer import Tokenizer
-    from mini_infer.text_request import TextRequest
     from mini_infer_server.requests import CompletionRequest
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from mini_infer.async_llm import AsyncLLM
-from mini_infer.engine_process_client import ProcessClient
 from mini_infer.errors import ConfigError, EngineError
+from mini_infer.serving.engine_process_client import ProcessClient
 from mini_infer_server.app import create_app
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mini_infer.generation_config import GenerationConfig
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, ModelFacts, TokenDelta
+from mini_infer.model.generation_config import GenerationConfig
 from mini_infer.plan import TokenLogprobs
 from mini_infer.testing.tokenizers import byte_tokenizer
 from mini_infer.text.tokenizer_wire import TokenizerState

@@ -7,9 +7,9 @@ import torch
 
 from mini_infer.interfaces.sampler import SamplingRows
 from mini_infer.plan import NewRow
-from mini_infer.sampler import ReferenceSampler
+from mini_infer.sampling.sampler import ReferenceSampler
+from mini_infer.sampling.state import SamplingState
 from mini_infer.sampling_params import SamplingParams
-from mini_infer.sampling_state import SamplingState
 from mini_infer.testing.reference_sampler import reference_next_token
 
 

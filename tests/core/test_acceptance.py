@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer.acceptance import accept, accept_matrix, last_tokens, pad_rows
 from mini_infer.interfaces.sampler import SamplingRows
 from mini_infer.plan import NewRow
-from mini_infer.sampler import ReferenceSampler
+from mini_infer.sampling.acceptance import accept, accept_matrix, last_tokens, pad_rows
+from mini_infer.sampling.sampler import ReferenceSampler
+from mini_infer.sampling.state import SamplingState
 from mini_infer.sampling_params import SamplingParams
-from mini_infer.sampling_state import SamplingState
 from mini_infer.testing.reference_sampler import reference_next_token
 
 

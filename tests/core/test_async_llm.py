@@ -9,7 +9,7 @@ import pytest
 from tests.core.fake_engine import FakeEngine, fake_built, spell
 
 from mini_infer import AsyncLLM, ConfigError, EngineError, RequestError, SamplingParams
-from mini_infer.engine_thread import ThreadClient
+from mini_infer.serving.engine_thread import ThreadClient
 
 Scripted = Callable[[FakeEngine], Awaitable[AsyncLLM]]
 
@@ -155,7 +155,7 @@ async def test_a_failed_build_raises_where_it_was_started() -> None:
 
 
 async def test_an_idle_engine_says_that_it_lives(start: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer.engine_client.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("mini_infer.serving.engine_client.HEARTBEAT_SECONDS", 0.01)
     llm = await start(FakeEngine())
     asked = time.monotonic()
     await until(lambda: llm.last_sign_of_life > asked)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mini_infer.block_pool import BlockPool, BlockState
+from mini_infer.engine.block_pool import BlockPool, BlockState
 from mini_infer.errors import EngineError
 
 NUM_BLOCKS = 8

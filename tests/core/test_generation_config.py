@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mini_infer.errors import ConfigError
-from mini_infer.generation_config import SAMPLING_VALUES, GenerationConfig, load_generation_config
+from mini_infer.model.generation_config import SAMPLING_VALUES, GenerationConfig, load_generation_config
 from mini_infer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

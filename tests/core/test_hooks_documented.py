@@ -11,7 +11,7 @@ import pytest
 from tests.core.fake_plugins import plugin, stub
 
 from mini_infer import hookspecs, interfaces
-from mini_infer.plugin_manager import PluginManager
+from mini_infer.plugin_system.manager import PluginManager
 from mini_infer.plugins import hookimpl
 from mini_infer.settings import load_settings
 

@@ -34,8 +34,8 @@ def modules_after(statement: str) -> set[str]:
         ("from mini_infer import SamplingParams", {"msgspec"}),
         ("from mini_infer.plugins import hookimpl", {"pluggy"}),
         ("import mini_infer.interfaces", {"msgspec"}),
-        ("import mini_infer.settings", {"pydantic", "pydantic_settings"}),
-        ("import mini_infer.plugin_manager", {"pydantic", "pluggy", "msgspec"}),
+        ("import mini_infer.settings.schema", {"pydantic", "pydantic_settings"}),
+        ("import mini_infer.plugin_system.manager", {"pydantic", "pluggy", "msgspec"}),
         ("import mini_infer.cli", {"click"}),
     ],
 )

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from mini_infer.engine.kv_manager import KVManager
+from mini_infer.engine.prefix_index import PrefixIndex, block_key
+from mini_infer.engine.request import Request
 from mini_infer.errors import PluginError
 from mini_infer.interfaces import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote, SamplingParams
-from mini_infer.kv_manager import KVManager
 from mini_infer.messages import EngineRequest
 from mini_infer.plan import Copy
-from mini_infer.prefix_index import PrefixIndex, block_key
-from mini_infer.request import Request
 
 BLOCK = 4
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer import logprobs
-from mini_infer.logprobs import token_logprobs
 from mini_infer.plan import TokenLogprobs
+from mini_infer.sampling import logprobs
+from mini_infer.sampling.logprobs import token_logprobs
 
 
 def expected(row: np.ndarray, token: int, num_top: int) -> TokenLogprobs:

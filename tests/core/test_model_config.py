@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mini_infer.errors import ConfigError
-from mini_infer.model_config import flatten_hf_config, locate_model, make_model_config, read_hf_config, resolve_dtype
-from mini_infer.model_loading import choose_adapter
+from mini_infer.model.config import flatten_hf_config, locate_model, make_model_config, read_hf_config, resolve_dtype
+from mini_infer.model.loading import choose_adapter
 from mini_infer.testing.models import tiny_config
 from mini_infer.testing.toy_model import ToyAdapter
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer import noise
-from mini_infer.noise import NOISE_MAX, as_int64, derive_seed, gumbel, philox4x32, uniform
+from mini_infer.sampling import noise
+from mini_infer.sampling.noise import NOISE_MAX, as_int64, derive_seed, gumbel, philox4x32, uniform
 from mini_infer.testing import reference_sampler
 
 WORDS = st.integers(0, 2**32 - 1)

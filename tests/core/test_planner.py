@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from mini_infer.engine.kv_manager import KVManager
+from mini_infer.engine.planner import Planner, RequestTable
+from mini_infer.engine.request import Request, Status
 from mini_infer.errors import PluginError
-from mini_infer.free_at_once import FreeAtOnce
 from mini_infer.interfaces import RequestView, SamplingParams, Schedule, Scheduler, SchedulerView, Wish
-from mini_infer.kv_manager import KVManager
 from mini_infer.messages import EngineRequest
-from mini_infer.planner import Planner, RequestTable
-from mini_infer.reference_scheduler import first_come_first_served
-from mini_infer.request import Request, Status
+from mini_infer.reference.cache_policy import FreeAtOnce
+from mini_infer.reference.scheduler import first_come_first_served
 
 BLOCK = 4
 

@@ -10,9 +10,9 @@ from tests.core.fake_plugins import FakeDistributions, plugin, stub
 
 from mini_infer.errors import ConfigError, PluginConflictError, PluginError, PluginLoadError, PluginNotFoundError
 from mini_infer.interfaces import AttentionBackend, CachePolicy, ModelAdapter, Observer, Scheduler, WeightLoader
-from mini_infer.plugin_manager import PluginManager
-from mini_infer.plugin_rows import describe_plugins
-from mini_infer.plugin_sets import PLUGIN_SETS, PluginSet
+from mini_infer.plugin_system.manager import PluginManager
+from mini_infer.plugin_system.rows import describe_plugins
+from mini_infer.plugin_system.sets import PLUGIN_SETS, PluginSet
 from mini_infer.plugins import hookimpl
 from mini_infer.settings import Settings, load_settings
 
@@ -172,7 +172,7 @@ def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         "default": PluginSet("", {"cpu": ("a", "b"), "cuda": ("c",)}),
         "quantization": PluginSet("", {"cuda": ("c",)}),
     }
-    for module in ("plugin_sets", "plugin_manager"):
+    for module in ("plugin_system.sets", "plugin_system.manager"):
         monkeypatch.setattr(f"mini_infer.{module}.PLUGIN_SETS", sets)
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer import reference_attention
 from mini_infer.interfaces import KVCacheSpec
 from mini_infer.layers import Attention
-from mini_infer.reference_attention import ReferenceAttention
+from mini_infer.reference import attention as reference_attention
+from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.testing.batches import block_tables, pack_batch
 
 NUM_BLOCKS = 80

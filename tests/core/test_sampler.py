@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.sampling_cases import Case, rows_of, sample
 
-from mini_infer import sampler
 from mini_infer.interfaces.sampler import SamplingRows
-from mini_infer.sampler import ReferenceSampler
+from mini_infer.sampling import sampler
+from mini_infer.sampling.sampler import ReferenceSampler
+from mini_infer.sampling.state import SamplingState
+from mini_infer.sampling.truncation import truncate
 from mini_infer.sampling_params import SamplingParams
-from mini_infer.sampling_state import SamplingState
 from mini_infer.testing.reference_sampler import allowed_tokens, margin
-from mini_infer.truncation import truncate
 
 VOCAB_SIZE = 40
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_infer.plan import NewRow
+from mini_infer.sampling.state import SamplingState
 from mini_infer.sampling_params import SamplingParams
-from mini_infer.sampling_state import SamplingState
 
 VOCAB_SIZE = 12
 PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mini_infer.errors import ConfigError
 from mini_infer.settings import EngineSettings, ServerSettings, Settings, load_settings, parse_size
-from mini_infer.toml_lines import key_lines
+from mini_infer.settings.toml_lines import key_lines
 
 
 @pytest.fixture(autouse=True)

@@ -421,7 +421,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    modules = "text.detokenizer text.stop text.hf_tokenizer text.tokenizer testing.tokenizers generation_config demo"
+    modules = "text.detokenizer text.stop text.hf_tokenizer text.tokenizer testing.tokenizers model.generation_config model.demo"
     imports = "; ".join(f"import mini_infer.{module}" for module in modules.split())
     check = "import sys; print([m for m in ('torch', 'transformers', 'jinja2', 'tokenizers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", f"{imports}; {check}"], capture_output=True, text=True, check=True)

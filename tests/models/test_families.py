@@ -10,9 +10,9 @@ from torch import nn
 
 from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelAdapter
-from mini_infer.model_config import make_model_config, read_hf_config
-from mini_infer.model_loading import choose_adapter, load_module
-from mini_infer.reference_attention import ReferenceAttention
+from mini_infer.model.config import make_model_config, read_hf_config
+from mini_infer.model.loading import choose_adapter, load_module
+from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.testing.batches import bind_caches, block_tables, pack_batch, run
 from mini_infer.testing.dense import DenseModel
 from mini_infer.testing.models import random_tensors, save_shards, tensor_shapes, tiny_checkpoint, tiny_config

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
-from mini_infer.demo import demo_gguf_path, demo_path
 from mini_infer.errors import ConfigError
-from mini_infer.generation_config import load_generation_config
 from mini_infer.interfaces import ModelConfig
+from mini_infer.model.demo import demo_gguf_path, demo_path
+from mini_infer.model.generation_config import load_generation_config
 from mini_infer.text.hf_tokenizer import load_tokenizer
 from mini_infer_models.gguf import loader as loader_module
 from mini_infer_models.gguf.convert import convert_gguf

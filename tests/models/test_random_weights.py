@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mini_infer.model_config import make_model_config
-from mini_infer.model_loading import choose_loader, load_module
+from mini_infer.model.config import make_model_config
+from mini_infer.model.loading import choose_loader, load_module
 from mini_infer.testing.models import tiny_config
 from mini_infer_models.qwen2.model import Qwen2Adapter
 from mini_infer_models.random_weights.loader import RandomLoader

@@ -8,7 +8,7 @@ import torch
 
 from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelConfig
-from mini_infer.model_loading import choose_loader
+from mini_infer.model.loading import choose_loader
 from mini_infer.testing.models import save_shards
 from mini_infer_models.safetensors.loader import SafetensorsLoader
 

@@ -15,7 +15,7 @@ import uvicorn
 from tests.core.fake_engine import FakeEngine, fake_built, spell
 
 from mini_infer import AsyncLLM
-from mini_infer.engine_thread import ThreadClient
+from mini_infer.serving.engine_thread import ThreadClient
 from mini_infer_server.app import create_app
 from mini_infer_server.half_close import HalfCloseProtocol
 

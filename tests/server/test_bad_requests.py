@@ -131,8 +131,8 @@ def nested(depth: int) -> bytes:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"null", b"5", b'"a"', b"{", b"{}x", b"{'a': 1}", b'{"temperature": NaN}',
-     b'{"temperature": Infinity}', b'{"temperature": 1e999}', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', nested(65), nested(2000)],
+    [b"", b"[]", b"null", b"5", b'"a"', b"{", b"{}x", b"{'a': 1}", b'{"temperature": NaN}', b'{"top_p": Infinity}',
+     b'{"temperature": 1e999}', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', nested(65), nested(2000)],
     ids=lambda body: body[:24],
 )  # fmt: skip
 def test_bodies_that_are_no_request(idle: Served, body: bytes) -> None:

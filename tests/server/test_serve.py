@@ -122,7 +122,7 @@ def test_it_answers_and_its_engine_may_die(model: Path) -> None:
 
 
 def test_sigterm_lets_running_answers_finish(model: Path) -> None:
-    with running(model) as server, httpx.Client(timeout=30) as http:
+    with running(model, "--set", "engine.skip_tokenizer=true") as server, httpx.Client(timeout=30) as http:
         engine = server.engine_pid
         body = {"prompt": [1], "max_tokens": 100, "ignore_eos": True, "stream": True}
         with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
@@ -136,7 +136,7 @@ def test_sigterm_lets_running_answers_finish(model: Path) -> None:
 
 
 def test_an_engine_never_outlives_its_server(model: Path) -> None:
-    with running(model) as server:
+    with running(model, "--set", "engine.skip_tokenizer=true") as server:
         engine = server.engine_pid
         server.process.kill()
         server.end()

@@ -29,7 +29,7 @@ def explain(**options: Any) -> None:
 @config.command(cls=PlainCommand)
 def schema() -> None:
     """Print the JSON Schema of the settings file, with the tables of all installed plugins."""
-    from mini_infer.settings_schema import settings_schema
+    from mini_infer.settings.json_schema import settings_schema
 
     result, skipped = settings_schema()
     for line in skipped:

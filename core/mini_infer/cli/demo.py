@@ -15,6 +15,6 @@ def demo_path(family: str, dtype: str) -> None:
 
     It is made at the first call; transformers loads it too. As qwen2 it has the same weights and logits.
     """
-    from mini_infer.demo import demo_path as find
+    from mini_infer.model.demo import demo_path as find
 
     click.echo(find(family, dtype))

@@ -85,7 +85,7 @@ def _parts(composition: Composition) -> list[tuple[str, str, str]]:
 
 def _print_generation(composition: Composition) -> None:
     """Prints what the checkpoint says about generating, and in which of its files."""
-    from mini_infer.generation_config import load_generation_config
+    from mini_infer.model.generation_config import load_generation_config
 
     generation = load_generation_config(composition.found.loader.prepare(composition.found.path))
     rows = [(name, str(getattr(generation, name)), file) for name, file in generation.sources.items()]
@@ -94,9 +94,9 @@ def _print_generation(composition: Composition) -> None:
 
 
 def _memory_note(composition: Composition) -> str:
-    from mini_infer.attention_choice import choose_block_size
-    from mini_infer.checkpoint import attention_layers
-    from mini_infer.kv_memory import plan_kv_memory
+    from mini_infer.build.attention_choice import choose_block_size
+    from mini_infer.build.kv_memory import plan_kv_memory
+    from mini_infer.model.checkpoint import attention_layers
 
     engine, found = composition.settings.engine, composition.found
     module = found.on_paper()

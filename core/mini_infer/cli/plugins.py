@@ -13,8 +13,8 @@ from mini_infer.cli.common import PlainCommand, print_table, read_settings, sett
 @settings_options
 def plugins(**options: Any) -> None:
     """List what is installed, what is enabled, and why not."""
-    from mini_infer.device import resolve_device
-    from mini_infer.plugin_rows import describe_plugins
+    from mini_infer.build.device import resolve_device
+    from mini_infer.plugin_system.rows import describe_plugins
 
     settings = read_settings(**options)
     device, _ = resolve_device(settings.engine.device)

@@ -1,4 +1,4 @@
-"""Sampler: logits to tokens. Noise and the acceptance of drafts are the core's (``mini_infer.noise``)."""
+"""Sampler: logits to tokens. Noise and the acceptance of drafts are the core's (``mini_infer.sampling.noise``)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from mini_infer.interfaces.scheduler import RequestView
     from mini_infer.plan import NewRow
+    from mini_infer.sampling.state import SamplingState
     from mini_infer.sampling_params import SamplingParams
-    from mini_infer.sampling_state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SamplingRows:
 class Sampler(ABC):
     """Draws x_t = argmax over v of (l_t(v) / T + g), l after penalties, bias, masks and top-k/top-p/min-p.
 
-    g is ``mini_infer.noise.gumbel`` of (seed, token id, t, choice); ties go to the lowest id; at T = 0, g = 0.
+    g is ``mini_infer.sampling.noise.gumbel`` of (seed, token id, t, choice); ties go to the lowest id; at T = 0, g = 0.
     Output is one function of (seed, logits): never of the batch, the row or the step.
     """
 

@@ -70,7 +70,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     **engine: Any,
 ) -> BuiltEngine:
-    """An engine that proves its block accounting after every step.
+    """An engine that proves each plan (``plan_check``) and, after every step, its block accounting.
 
     Args:
         model: a family of ``tiny_model``, ``"script"``, or whatever the setting ``model`` may be.
@@ -82,8 +82,9 @@ def make_engine(
     """
     from mini_infer.build import build_engine
     from mini_infer.settings import EngineSettings, Settings
-    from mini_infer.testing import toy_plugin
+    from mini_infer.testing import plan_check, toy_plugin
 
+    plugins = [*plugins, plan_check]
     names = [entry if isinstance(entry, str) else entry.name for entry in plugins]
     modules = [entry for entry in plugins if not isinstance(entry, str)]
     path = tiny_model(str(model)) if model in FAMILIES else Path(model)

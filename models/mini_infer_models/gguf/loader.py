@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelConfig, WeightLoader
-from mini_infer.model_cache import converted_folder
+from mini_infer.model.cache import converted_folder
 from mini_infer_models.gguf.convert import FORMAT_VERSION, WEIGHTS, convert_gguf
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ def weight_loaders(context: BuildContext) -> list[WeightLoader]:
 
 
 def converted(path: Path, family: str, dtype: str) -> Path:
-    """The plain Hugging Face folder made of a GGUF file; ``mini_infer.demo`` finds this by the entry point."""
+    """The plain Hugging Face folder made of a GGUF file; ``mini_infer.model.demo`` finds this by the entry point."""
     from mini_infer_models.gguf import loader
 
     return loader.converted(path, family, dtype)

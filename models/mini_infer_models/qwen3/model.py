@@ -5,7 +5,7 @@ Contract: logits equal transformers' ``Qwen3ForCausalLM`` on the same checkpoint
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mini_infer.decoder_adapter import DecoderAdapter, HFConfig, read_decoder_config
+from mini_infer.layers.decoder_adapter import DecoderAdapter, HFConfig, read_decoder_config
 
 if TYPE_CHECKING:
     from mini_infer.interfaces import ModelConfig

@@ -9,7 +9,7 @@ import torch
 from mini_infer.forward_batch import ForwardBatch, StepShape
 from mini_infer.interfaces import AttentionBackend, KVCacheSpec
 from mini_infer.layers import Attention, RotaryEmbedding
-from mini_infer.reference_attention import ReferenceAttention
+from mini_infer.reference.attention import ReferenceAttention
 from mini_infer_plugins.cpu_attention.native import native_build
 from mini_infer_plugins.cpu_attention.paged_attention import CpuAttention
 

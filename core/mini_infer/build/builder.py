@@ -1,0 +1,254 @@
+"""From settings to a running engine: every choice is made here, once, and said aloud.
+
+::
+
+    settings ─> device ─> plugins ─> checkpoint ─> model ─> transforms ─> attention backends ─> KV memory ─> engine
+                (auto)    (hooks)    (adapter,     (meta,    (in order)    (one a KV group)      (blocks)
+                                      loader)      then weights)
+
+Contract: what cannot be had is a ``ConfigError`` or ``PluginError`` before anything is served; no choice is silent.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mini_infer.build.attention_choice import choose_backend, choose_block_size
+from mini_infer.build.device import resolve_device
+from mini_infer.build.kv_memory import plan_kv_memory
+from mini_infer.choices import Choice
+from mini_infer.engine import Engine, EngineLimits, EngineParts
+from mini_infer.engine.kv_manager import KVManager
+from mini_infer.errors import ConfigError
+from mini_infer.interfaces import BatchLimits, LateLogitsProcessor, LogitsProcessor, Observer, ServerExtension
+from mini_infer.messages import ModelFacts
+from mini_infer.model.checkpoint import FoundCheckpoint, LoadedModel, attention_layers, find_checkpoint, load_checkpoint
+from mini_infer.plugin_system.manager import PluginManager
+from mini_infer.reference.cache_policy import FreeAtOnce
+from mini_infer.reference.executor import InlineExecutor
+from mini_infer.reference.scheduler import first_come_first_served
+from mini_infer.reference.step_runner import PlainStepRunner
+from mini_infer.sampling.sampler import ReferenceSampler
+from mini_infer.sampling.state import SamplingState
+from mini_infer.worker import Worker, WorkerParts
+from mini_infer.worker.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import AttentionBackend, CachePolicy, Executor, KVCacheSpec, Proposer, StepRunner
+    from mini_infer.model.generation_config import GenerationConfig
+    from mini_infer.settings import Settings
+    from mini_infer.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class BuiltEngine:
+    """An engine ready to step, and what a front end needs to know of it.
+
+    Attributes:
+        engine: not thread safe.
+        facts: bounds for checking requests.
+        tokenizer: None with ``engine.skip_tokenizer`` or for a model folder that has none.
+        generation: stop ids and default sampling of the checkpoint.
+        choices: what was chosen for each "auto", and why.
+        log: the start log, one line each.
+        extensions: server extensions of the enabled plugins.
+    """
+
+    engine: Engine
+    facts: ModelFacts
+    tokenizer: "Tokenizer | None"
+    generation: "GenerationConfig"
+    choices: list[Choice]
+    log: list[str]
+    extensions: list[Any] = field(default_factory=list)
+
+
+def build_engine(
+    settings: "Settings",
+    *,
+    modules: Sequence[Any] = (),
+    check: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> BuiltEngine:
+    """Compose and load an engine.
+
+    Args:
+        settings: resolved settings.
+        modules: plugin modules that the caller holds already; settings name them like any other.
+        check: prove the block accounting after every step (tests).
+        clock: the engine's clock, in seconds.
+
+    Raises:
+        ConfigError: settings, model and memory do not fit together.
+        PluginError: a plugin cannot be used.
+    """
+    composition = compose(settings, modules)
+    transforms = composition.manager.many("model_transforms", composition.context)
+    model = load_checkpoint(composition.found, settings, transforms)
+    return _Builder(composition, model).build(check, clock)
+
+
+def compose(settings: "Settings", modules: Sequence[Any] = ()) -> "Composition":
+    """Everything that can be decided without weights: what ``serve --dry-run`` and ``config explain`` show."""
+    log: list[str] = []
+    if settings.engine.num_threads is not None:
+        torch.set_num_threads(settings.engine.num_threads)
+    device, choice = resolve_device(settings.engine.device)
+    manager = PluginManager(settings, device=device, modules=modules)
+    log += manager.notes
+    found = find_checkpoint(settings, manager, manager.context(dtype=settings.engine.dtype, log=log.append))
+    context = manager.context(dtype=found.dtype_name, log=log.append)
+    choices = [c for c in (choice, *found.choices) if c is not None]
+    offered = manager.many("attention_backends", context)
+    backends: dict[KVCacheSpec, type[AttentionBackend]] = {}
+    for layer in attention_layers(found.on_paper()):
+        if layer.spec not in backends:
+            backends[layer.spec], choice = choose_backend(settings.engine.attention, offered, layer.spec, device)
+            choices.append(choice)
+    return Composition(settings, manager, context, found, backends, choices, log)
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """An engine on paper."""
+
+    settings: "Settings"
+    manager: PluginManager
+    context: "BuildContext"
+    found: FoundCheckpoint
+    backends: "dict[KVCacheSpec, type[AttentionBackend]]"
+    choices: list[Choice]
+    log: list[str]
+
+
+class _Builder:
+    """Puts a composition and a loaded model together."""
+
+    def __init__(self, composition: Composition, model: LoadedModel) -> None:
+        self._c = composition
+        self._engine_settings = composition.settings.engine
+        self._model = model
+        self._policy: CachePolicy = self._one("cache_policy", FreeAtOnce)
+        self._block_size = choose_block_size(self._engine_settings.block_size, list(composition.backends.values()))
+        self._memory = plan_kv_memory(
+            self._engine_settings,
+            [layer.spec for layer in attention_layers(model.module)],
+            block_size=self._block_size,
+            device=composition.context.device,
+            model_max_len=model.config.max_position_embeddings,
+        )
+        composition.log.append(self._memory.note)
+
+    def _one(self, hook: str, default: Callable[[], Any]) -> Any:
+        return self._c.manager.one(hook, self._c.context, default)
+
+    def build(self, check: bool, clock: Callable[[], float]) -> BuiltEngine:
+        """The engine, started."""
+        processors = self._c.manager.many("logits_processors", self._c.context)
+        extensions = self._c.manager.many("extensions", self._c.context)
+        proposer: Proposer | None = self._one("proposer", lambda: None)
+        executor, overlap = self._executor(proposer)
+        on_device = [p for p in processors if isinstance(p, LogitsProcessor)]
+        executor.start(self._worker(on_device))
+        parts = EngineParts(
+            executor=executor,
+            scheduler=self._one("scheduler", first_come_first_served),
+            kv=KVManager(self._memory.num_blocks, self._block_size, self._policy),
+            limits=EngineLimits(
+                max_model_len=self._memory.max_model_len,
+                max_num_seqs=self._engine_settings.max_num_seqs,
+                max_num_batched_tokens=self._engine_settings.max_num_batched_tokens,
+                vocab_size=self._model.config.vocab_size,
+            ),
+            proposer=proposer,
+            logits_processors=on_device,
+            late_processors=[p for p in processors if isinstance(p, LateLogitsProcessor)],
+            observers=[e for e in extensions if isinstance(e, Observer)],
+            overlap=overlap,
+            check=check,
+            clock=clock,
+        )
+        settings = self._c.settings
+        facts = ModelFacts(
+            name=settings.server.served_model_name or settings.model,
+            vocab_size=self._model.config.vocab_size,
+            max_model_len=self._memory.max_model_len,
+            max_tokens_in_pool=self._memory.num_blocks * self._block_size,
+            extensions=[processor.name for processor in processors],
+        )
+        log = [*self._c.log, *(str(choice) for choice in self._c.choices)]
+        server_extensions = [e for e in extensions if isinstance(e, ServerExtension)]
+        return BuiltEngine(
+            Engine(parts), facts, self._model.tokenizer, self._model.generation, self._c.choices, log, server_extensions
+        )
+
+    def _executor(self, proposer: "Proposer | None") -> "tuple[Executor, bool]":
+        """The executor, and whether two steps may be in flight."""
+        setting, device = self._engine_settings.overlap, self._c.context.device
+        steps = 2 if device != "cpu" or setting is True else 1
+        executor: Executor = self._one("executor", lambda: InlineExecutor(steps))
+        overlap = executor.max_in_flight > 1 and setting is not False
+        if setting is True and not overlap:
+            raise ConfigError(f"engine.overlap: {type(executor).__name__} runs one step at a time; set it to false")
+        if setting == "auto":
+            reason = f"{type(executor).__name__} holds {executor.max_in_flight} steps in flight on {device}"
+            self._c.choices.append(Choice("engine.overlap", str(overlap).lower(), reason))
+        needs_lengths = [b.name for b in self._c.backends.values() if b.capabilities.needs_host_lengths]
+        if overlap and proposer is not None and needs_lengths:
+            names = ", ".join(needs_lengths)
+            raise ConfigError(f"engine.overlap with drafts leaves lengths on the device, which {names} cannot use")
+        return executor, overlap
+
+    def _worker(self, processors: list[LogitsProcessor]) -> Worker:
+        settings, model, device = self._engine_settings, self._model, self._c.context.device
+        runner: StepRunner = self._one("step_runner", PlainStepRunner)
+        limits = BatchLimits(
+            max_num_rows=settings.max_num_seqs,
+            max_num_tokens=settings.max_num_batched_tokens,
+            max_blocks_per_row=-(-self._memory.max_model_len // self._block_size),
+            block_size=self._block_size,
+        )
+        backends = {spec: make(spec, device, self._block_size) for spec, make in self._c.backends.items()}
+        runner.bind(list(backends.values()))
+        sampling_state = SamplingState(
+            settings.max_num_seqs,
+            model.config.vocab_size,
+            device,
+            invalid_token_ids=_invalid_token_ids(model.tokenizer, model.config.vocab_size),
+        )
+        return Worker(
+            WorkerParts(
+                model=model.causal_lm,
+                backends=list(backends.values()),
+                kv_store=self._bound_kv_store(backends),
+                sampler=self._one("sampler", ReferenceSampler),
+                sampling_state=sampling_state,
+                logits_processors=processors,
+                step_runner=runner,
+                limits=runner.limits(limits),
+                max_num_seqs=settings.max_num_seqs,
+                device=device,
+            )
+        )
+
+    def _bound_kv_store(self, backends: "dict[KVCacheSpec, AttentionBackend]") -> KVStore:
+        layers = attention_layers(self._model.module)
+        store = KVStore(
+            [backends[layer.spec] for layer in layers],
+            [getattr(torch, layer.spec.dtype) for layer in layers],
+            self._memory.num_blocks,
+            self._policy.tiers(),
+            self._c.context.device,
+        )
+        for layer, cache in zip(layers, store.device_layers, strict=True):
+            layer.bind(backends[layer.spec], cache)
+        return store
+
+
+def _invalid_token_ids(tokenizer: "Tokenizer | None", vocab_size: int) -> list[int]:
+    """Ids inside the logits that the tokenizer does not know: never sampled."""
+    return [] if tokenizer is None else [i for i in range(vocab_size) if i not in tokenizer.valid_ids]

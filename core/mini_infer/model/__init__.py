@@ -1,0 +1,1 @@
+"""A checkpoint: where it lies, what it says of itself, how its weights come in."""

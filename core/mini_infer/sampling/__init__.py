@@ -1,0 +1,1 @@
+"""From logits to tokens: noise, penalties, truncation, acceptance of drafts, log-probabilities."""
