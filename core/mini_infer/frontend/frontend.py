@@ -42,9 +42,6 @@ class RequestOptions:
 
 NO_OPTIONS = RequestOptions()
 
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What generation_config.json may set."""
-
 
 class Frontend:
     """Makes requests for one engine.
@@ -65,8 +62,6 @@ class Frontend:
         self._check = RequestCheck(facts, tokenizer)
         of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
         self._eos_token_ids = list(dict.fromkeys([*generation.eos_token_ids, *of_tokenizer]))
-        values = {name: getattr(generation, name) for name in _SAMPLING_DEFAULTS}
-        self._defaults = {name: value for name, value in values.items() if value is not None}
         self._draw = secrets.randbits if seed is None else random.Random(seed).getrandbits
 
     def sampling_params(self, **given: Any) -> SamplingParams:
@@ -75,7 +70,7 @@ class Frontend:
         Raises:
             RequestError: a value is out of its range.
         """
-        return SamplingParams(**{**self._defaults, **given})
+        return SamplingParams(**{**self.generation.sampling, **given})
 
     def request(
         self,

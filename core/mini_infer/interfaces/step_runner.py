@@ -35,8 +35,8 @@ class StepRunner(ABC):
         """The bucket for a step of this exact shape: at least as many rows and tokens, before metadata is built.
 
         Only ``num_rows`` and ``num_tokens`` of the answer count; the core works out the rest. Rows added are padding on
-        the null block. Where all rows are uniform and the tokens added are ``decode_query_len`` for each row added, so
-        are the padding rows. Else each has one token and the last one what is left; without one ``num_tokens`` stays.
+        the null block. The tokens added are spread evenly over them, at least one and at most a sequence's length each;
+        with no row added ``num_tokens`` stays.
         """
 
     @abstractmethod

@@ -149,16 +149,13 @@ class HFTokenizer(Tokenizer):
         return _Chat(template, ControlText(self._backend, template.literals))
 
 
-def load_tokenizer(
-    model: str | Path, *, revision: str | None = None, local_files_only: bool = False, trust_remote_code: bool = False
-) -> HFTokenizer:
+def load_tokenizer(model: str | Path, *, revision: str | None = None, local_files_only: bool = False) -> HFTokenizer:
     """The tokenizer of a local folder or Hugging Face model id.
 
     Args:
         model: folder or id.
         revision: branch, tag or commit of a model id.
         local_files_only: never ask the network.
-        trust_remote_code: run tokenizer code that the model brings along.
 
     Raises:
         ConfigError: there is none, it cannot be read, or it has no fast form (``tokenizer.json``).
@@ -167,7 +164,7 @@ def load_tokenizer(
 
     try:
         hf = AutoTokenizer.from_pretrained(
-            str(model), revision=revision, local_files_only=local_files_only, trust_remote_code=trust_remote_code
+            str(model), revision=revision, local_files_only=local_files_only, trust_remote_code=False
         )
     except Exception as error:  # a broken file raises whatever its reader raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
 """From a plan to a packed batch: token ids, positions, slots, lengths, in buffers with fixed addresses.
 
 Contract: everything that depends on how many drafts were accepted (positions, lengths, slots) is computed on the device
-from ``BatchState``; the host adds only what a plan says. Rows of padding run one token each on the null block.
+from ``BatchState``; the host adds only what a plan says. Rows of padding run on the null block.
 """
 
 from dataclasses import dataclass
@@ -109,15 +109,12 @@ class StepInputs:
         exact = StepShape.of(query_lens, decode_query_len)
         chosen = runner.shape(exact)
         more_rows, more_tokens = chosen.num_rows - exact.num_rows, chosen.num_tokens - exact.num_tokens
+        each, left = divmod(more_tokens, more_rows) if more_rows > 0 else (0, more_tokens)
+        padding = [each + 1] * left + [each] * (more_rows - left) if more_rows > 0 else []
         fits = chosen.num_rows <= self._limits.max_num_rows and chosen.num_tokens <= self._limits.max_num_tokens
-        if more_rows < 0 or more_tokens < more_rows or (more_tokens and not more_rows) or not fits:
+        longest = (self._limits.max_blocks_per_row - 1) * self._block_size + 1  # what any row may reach
+        if sum(padding) != more_tokens or not all(1 <= n <= longest for n in padding) or more_rows < 0 or not fits:
             raise PluginError(f"step runner {type(runner).__name__} chose shape {chosen} for {exact}")
-        if not more_rows:
-            return exact, []
-        if exact.num_decode_rows == exact.num_rows and more_tokens == more_rows * decode_query_len:
-            padding = [decode_query_len] * more_rows
-        else:
-            padding = [1] * (more_rows - 1) + [more_tokens - more_rows + 1]
         return StepShape.of([*query_lens, *padding], decode_query_len), padding
 
     def _fill(
@@ -151,7 +148,6 @@ class StepInputs:
         table = self._block_table[:num_rows]
         torch.index_select(self._state.block_table, 0, slot, out=table)
         block = torch.div(positions, self._block_size, rounding_mode="floor")
-        block.clamp_(max=table.shape[1] - 1)  # a long padding row
         block_id = table.view(-1).index_select(0, row * table.shape[1] + block).to(torch.int64)
         self._slot_mapping[:num_tokens].copy_(block_id * self._block_size + positions % self._block_size)
 
