@@ -20,11 +20,13 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _MINUTES = 5  # after which a compiler is given up
+_BUILD_FOLDER = ".build-"
 
 
 class NativeBuild:
@@ -81,7 +83,8 @@ class NativeBuild:
 
     def _build(self, compiler: str, target: Path, log: Callable[[str], None]) -> None:
         try:
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
+            _remove_abandoned(target.parent)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=_BUILD_FOLDER) as folder:
                 built = Path(folder) / "library.so"
                 note = self._compile(compiler, built)
                 built.replace(target)
@@ -93,7 +96,8 @@ class NativeBuild:
     def _compile(self, compiler: str, built: Path) -> str:
         """Compile with OpenMP, or else for one thread; returns what to add to the status."""
         include = {f"-I{header.parent}" for header in self.headers}
-        command = [compiler, *_FLAGS, _native_flag(), *sorted(include), str(self.source), "-o", str(built)]
+        polite = ["nice"] if shutil.which("nice") else []  # the start comes first
+        command = [*polite, compiler, *_FLAGS, _native_flag(), *sorted(include), str(self.source), "-o", str(built)]
         openmp = _torch_openmp()
         attempts: list[tuple[list[str], str]] = [([], ", for one thread: no OpenMP that torch uses was found")]
         if openmp is not None:
@@ -161,6 +165,13 @@ def _cache_folder() -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _expect_private(folder)
     return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Build folders of processes that ended before their compiler did."""
+    for found in folder.glob(f"{_BUILD_FOLDER}*"):
+        if time.time() - found.stat().st_mtime > 60 * _MINUTES:
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def _expect_private(path: Path) -> None:
