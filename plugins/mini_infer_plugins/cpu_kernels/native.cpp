@@ -213,9 +213,66 @@ void gate_any(const T* gate_up, T* y, int64_t rows, int64_t size, int threads) {
   }
 }
 
+// The matrices and norms of one pre-norm decoder layer; native.py has the same structure.
+struct Matrix {
+  const void *weight, *bias;  // [outs, k], and [outs] or null
+  int64_t outs, k;
+};
+struct DecoderLayer {
+  Matrix qkv, o, gate_up, down;
+  const void *input_norm, *post_norm;
+  double input_eps, post_eps;
+  int64_t is_bf16;
+};
+
+template <class T>
+void linear_by(const Matrix& m, const T* x, T* y, int64_t rows, int threads) {
+  linear_any(x, (const T*)m.weight, (const T*)m.bias, y, rows, m.outs, m.k, threads);
+}
+
+template <class T>
+void before_attention_any(const DecoderLayer& l, const T* x, const T* residual, T* total, T* qkv, int64_t rows,
+                          int threads) {
+  thread_local std::vector<T> normed;
+  normed.resize(rows * l.qkv.k);
+  norm_any(x, residual, (const T*)l.input_norm, total, normed.data(), rows, l.qkv.k, (float)l.input_eps, threads);
+  linear_by(l.qkv, normed.data(), qkv, rows, threads);
+}
+
+template <class T>
+void after_attention_any(const DecoderLayer& l, const T* x, const T* residual, T* total, T* y, int64_t rows, int threads) {
+  thread_local std::vector<T> normed, gate_up, gated;
+  normed.resize(rows * l.o.outs);
+  gate_up.resize(rows * l.gate_up.outs);
+  gated.resize(rows * l.down.k);
+  linear_by(l.o, x, y, rows, threads);
+  norm_any<T>(y, residual, (const T*)l.post_norm, total, normed.data(), rows, l.o.outs, (float)l.post_eps, threads);
+  linear_by(l.gate_up, normed.data(), gate_up.data(), rows, threads);
+  gate_any(gate_up.data(), gated.data(), rows, l.down.k, threads);
+  linear_by(l.down, gated.data(), y, rows, threads);
+}
+
 }  // namespace
 
 extern "C" {
+
+// A layer up to its attention: qkv [rows, qkv.outs] of the norm of x, or with a residual of total = x + residual.
+void before_attention(const DecoderLayer* l, const void* x, const void* residual, void* total, void* qkv, int64_t rows,
+                      int threads) {
+  if (l->is_bf16)
+    before_attention_any(*l, (const bf16*)x, (const bf16*)residual, (bf16*)total, (bf16*)qkv, rows, threads);
+  else
+    before_attention_any(*l, (const float*)x, (const float*)residual, (float*)total, (float*)qkv, rows, threads);
+}
+
+// The rest of it: y [rows, hidden] of the gated MLP, and total = o(x) + residual that y is to be added to.
+void after_attention(const DecoderLayer* l, const void* x, const void* residual, void* total, void* y, int64_t rows,
+                     int threads) {
+  if (l->is_bf16)
+    after_attention_any(*l, (const bf16*)x, (const bf16*)residual, (bf16*)total, (bf16*)y, rows, threads);
+  else
+    after_attention_any(*l, (const float*)x, (const float*)residual, (float*)total, (float*)y, rows, threads);
+}
 
 // y [rows, outs] = x [rows, k] w [outs, k] transposed + bias [outs], or null; all contiguous.
 void linear(int is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t rows, int64_t outs, int64_t k,

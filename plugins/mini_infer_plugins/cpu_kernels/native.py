@@ -9,6 +9,33 @@ from mini_infer.native_build import NativeBuild
 _FOLDER = Path(__file__).parent
 
 
+class MatrixArgs(ctypes.Structure):
+    """``Matrix`` of native.cpp."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outs", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+    )
+
+
+class DecoderLayerArgs(ctypes.Structure):
+    """``DecoderLayer`` of native.cpp."""
+
+    _fields_ = (
+        ("qkv", MatrixArgs),
+        ("o", MatrixArgs),
+        ("gate_up", MatrixArgs),
+        ("down", MatrixArgs),
+        ("input_norm", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("input_eps", ctypes.c_double),
+        ("post_eps", ctypes.c_double),
+        ("is_bf16", ctypes.c_int64),
+    )
+
+
 def _declare(library: ctypes.CDLL) -> None:
     pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.linear.argtypes = (flag, pointer, pointer, pointer, pointer, number, number, number, flag)
@@ -18,8 +45,10 @@ def _declare(library: ctypes.CDLL) -> None:
         *(number, number, ctypes.c_float, flag),
     )
     library.silu_and_mul.argtypes = (flag, pointer, pointer, number, number, flag)
-    for function in (library.linear, library.add_rms_norm, library.silu_and_mul):
-        function.restype = None
+    halves = (pointer, pointer, pointer, pointer, pointer, number, flag)
+    library.before_attention.argtypes = library.after_attention.argtypes = halves
+    for name in ("linear", "add_rms_norm", "silu_and_mul", "before_attention", "after_attention"):
+        getattr(library, name).restype = None
 
 
 @cache

@@ -152,6 +152,6 @@ def test_plain_layers_compute_until_the_file_is_built(monkeypatch: pytest.Monkey
 
 
 def test_bfloat16_without_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer_plugins.cpu_kernels.few_rows.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("mini_infer_plugins.cpu_kernels.layers.multiplies_bfloat16", lambda: False)
     torch.manual_seed(0)
     expect_equal(filled(Linear(64, 48, True, dtype=torch.bfloat16)), torch.randn(40, 64).bfloat16())
