@@ -3,17 +3,17 @@
 Contract: each handler checks all of a request before the engine hears of it, and answers 200 or an ``APIError``.
 """
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.di import NamedDependency
+from litestar.exceptions import InternalServerException
 from litestar.params import FromPath
-from litestar.response import Stream  # noqa: TC002 (Litestar reads the handlers' annotations)
+from litestar.response import Stream
 
 from mini_infer_server.answers import answer
 from mini_infer_server.chat import ChatForm
@@ -21,16 +21,13 @@ from mini_infer_server.completions import CompletionForm, read_prompts
 from mini_infer_server.errors import APIError
 from mini_infer_server.requests import check_headers
 from mini_infer_server.sampling import chat_params, completion_params, request_options
-from mini_infer_server.service import Service  # noqa: TC001 (as above)
+from mini_infer_server.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeVar
-
     from litestar.connection import ASGIConnection
     from litestar.handlers import BaseRouteHandler
 
-    T = TypeVar("T")
+T = TypeVar("T")
 
 HttpRequest = Request[Any, Any, Any]
 
@@ -53,7 +50,7 @@ class ModelList(msgspec.Struct, tag_field="object", tag="list"):
     data: list[ModelCard]
 
 
-def needs_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+def needs_key(connection: "ASGIConnection[Any, Any, Any, Any]", _: "BaseRouteHandler") -> None:
     """Guard: a request without an accepted key goes no further."""
     connection.app.state.service.check_key(connection.headers.get("authorization"))
 
@@ -61,8 +58,7 @@ def needs_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandle
 @post("/v1/chat/completions", status_code=200, guards=[needs_key])
 async def chat_completions(request: HttpRequest, service: NamedDependency[Service]) -> Stream | Response[bytes]:
     """The assistant's next turn in a chat."""
-    check_headers(request.headers)
-    body = await request.body()
+    body = await _body(request)
     asked, others = service.chat_decoder.decode(body)
     service.check_model(asked.model)
     if asked.messages is None:
@@ -78,8 +74,7 @@ async def chat_completions(request: HttpRequest, service: NamedDependency[Servic
 @post("/v1/completions", status_code=200, guards=[needs_key])
 async def completions(request: HttpRequest, service: NamedDependency[Service]) -> Stream | Response[bytes]:
     """The continuation of one or more prompts."""
-    check_headers(request.headers)
-    body = await request.body()
+    body = await _body(request)
     asked, others = service.completion_decoder.decode(body)
     service.check_model(asked.model)
     frontend = service.llm.frontend
@@ -127,6 +122,14 @@ def _card(service: NamedDependency[Service]) -> ModelCard:
 
 def _json(value: Any) -> Response[bytes]:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _body(request: HttpRequest) -> bytes:
+    check_headers(request.headers)
+    try:
+        return await request.body()
+    except InternalServerException as error:
+        raise APIError(400, "the body did not come to its end") from error
 
 
 async def _checked(body: bytes, make: Callable[[], T]) -> T:

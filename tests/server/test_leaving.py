@@ -108,7 +108,7 @@ def test_half_a_connection_still_gets_its_answer(slow: Served, streamed: bool) -
 
 def test_half_a_request_is_none(slow: Served) -> None:
     with socket.create_connection(("127.0.0.1", slow.port), timeout=5) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(raw_request("POST", "/v1/completions", asked())[:-1])
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
     assert slow.engine.added == []

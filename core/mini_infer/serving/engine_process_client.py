@@ -36,6 +36,7 @@ class ProcessClient:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: _Wire | None = None
+        self._built = False
 
     @property
     def pid(self) -> int | None:
@@ -55,6 +56,7 @@ class ProcessClient:
         self._wire = wire
         wire.send(Start(self._settings.to_json()))
         ready = await wire.ready
+        self._built = True
         return EngineInfo(
             facts=ready.facts,
             tokenizer=None if ready.tokenizer is None else await asyncio.to_thread(ready.tokenizer.open),
@@ -86,7 +88,7 @@ class ProcessClient:
         if self._wire is not None:
             self._wire.stopping = True
             self._send(Stop())
-        if self._wire is None or not self._wire.ready.done():  # still loading: it would not listen
+        if not self._built:  # it would not listen before it has loaded
             self._process.kill()
         try:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
