@@ -154,6 +154,9 @@ class Engine:
             raise
         except Exception as error:
             self._isolate(error)
+        except BaseException:  # Ctrl-C in a notebook: the step is lost, the engine is not
+            self._start_over()
+            raise
         if self._parts.check:
             self._kv.check_integrity(list(self._requests.values()))
         deltas, self._deltas = self._deltas, []
@@ -279,14 +282,24 @@ class Engine:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _isolate(self, error: Exception) -> None:
-        """A host exception that names no row: its requests run again, each alone once; then the culprit ends.
-
-        All unread steps are dropped and every running request starts over, which gives the same tokens again: noise
-        is a function of seed and position. Slots are released on the workers even if the failed plan named them.
-        """
-        culprits = [r for r in self._at_fault if r.status is not Status.FINISHED]
-        if not culprits:
+        """A host exception that names no row: its requests run again, each alone once; then the culprit ends."""
+        if not self._at_fault:
             raise EngineError(f"the engine failed outside any request's step: {error!r}") from error
+        culprits = [r for r in self._at_fault if r.status is not Status.FINISHED]
+        self._start_over()
+        alone = len(culprits) == 1 and culprits[0].suspect
+        for request in culprits:
+            request.num_failures += 1
+            request.suspect = True
+            if alone or request.num_failures > MAX_FAILURES:
+                self._finish(request, "error", error=f"{type(error).__name__}: {error}")
+        self._log.fault(error)
+
+    def _start_over(self) -> None:
+        """Drop all unread steps and let every running request start over, which gives the same tokens again.
+
+        For noise is a function of seed and position. Slots are released on the workers even if a lost plan named them.
+        """
         while self._launched:
             self._drop_unread(self._launched.popleft())
         for request in list(self._table.running):
@@ -295,13 +308,6 @@ class Engine:
             request.in_flight.clear()
         self._kv.complete(self._kv.launched_step)
         self._table.released_slots = sorted(self._table.free_slots)
-        alone = len(culprits) == 1 and culprits[0].suspect
-        for request in culprits:
-            request.num_failures += 1
-            request.suspect = True
-            if alone or request.num_failures > MAX_FAILURES:
-                self._finish(request, "error", error=f"{type(error).__name__}: {error}")
-        self._log.fault(error)
 
     def _drop_unread(self, step: _Launched) -> None:
         """Its rows come to nothing, but what it copied between tiers is true."""

@@ -126,8 +126,8 @@ class Planner:
         running = [r for r in self.table.running if r.num_tokens_to_do > 0]
         waiting = [r for r in self.table.waiting if not r.in_flight and not self.kv.is_loading(r)]
         suspects = [r for r in running + waiting if r.suspect]
-        if suspects:  # a step raised: each of its requests runs alone once, so that the culprit shows itself
-            alone = suspects[0]
+        if suspects:
+            alone = self._isolated(suspects)
             running, waiting = [r for r in running if r is alone], [r for r in waiting if r is alone]
         for request in waiting:
             request.view.hit_tokens = len(self.kv.match(request)) * self.kv.block_size
@@ -143,6 +143,12 @@ class Planner:
             waiting=[r.view for r in waiting],
             num_in_flight=num_in_flight,
         )
+
+    def _isolated(self, suspects: list[Request]) -> Request:
+        """A step raised: each of its requests runs alone once, in the whole pool, so that the culprit shows itself."""
+        for request in [r for r in self.table.running if r is not suspects[0]]:
+            self.preempt(request)
+        return suspects[0]
 
     def _check(self, wishes: Sequence[Wish], view: SchedulerView) -> list[Request]:
         """The requests that the wishes name.

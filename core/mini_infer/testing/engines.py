@@ -84,7 +84,7 @@ def make_engine(
     from mini_infer.settings import EngineSettings, Settings
     from mini_infer.testing import plan_check, toy_plugin
 
-    plugins = [*plugins, plan_check]
+    plugins = [plan_check, *plugins]  # the first is the outermost
     names = [entry if isinstance(entry, str) else entry.name for entry in plugins]
     modules = [entry for entry in plugins if not isinstance(entry, str)]
     path = tiny_model(str(model)) if model in FAMILIES else Path(model)
