@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mini_infer.build.attention_choice import choose_backend, choose_block_size
-from mini_infer.build.device import resolve_device
+from mini_infer.build.attention_choice import choose_block_size
+from mini_infer.build.composition import Composition, compose
 from mini_infer.build.kv_memory import plan_kv_memory
 from mini_infer.choices import Choice
 from mini_infer.engine import Engine, EngineLimits, EngineParts
 from mini_infer.engine.kv_manager import KVManager
-from mini_infer.errors import ConfigError
 from mini_infer.interfaces import BatchLimits, LateLogitsProcessor, LogitsProcessor, Observer, ServerExtension
 from mini_infer.messages import ModelFacts
-from mini_infer.model.checkpoint import FoundCheckpoint, LoadedModel, attention_layers, find_checkpoint, load_checkpoint
-from mini_infer.plugin_system.manager import PluginManager
+from mini_infer.model.checkpoint import LoadedModel, attention_layers, load_checkpoint
 from mini_infer.reference.cache_policy import FreeAtOnce
-from mini_infer.reference.executor import InlineExecutor
 from mini_infer.reference.scheduler import first_come_first_served
 from mini_infer.reference.step_runner import PlainStepRunner
 from mini_infer.sampling.sampler import ReferenceSampler
@@ -37,8 +34,7 @@ from mini_infer.worker import Worker, WorkerParts
 from mini_infer.worker.kv_store import KVStore
 
 if TYPE_CHECKING:
-    from mini_infer.build_context import BuildContext
-    from mini_infer.interfaces import AttentionBackend, CachePolicy, Executor, KVCacheSpec, Proposer, StepRunner
+    from mini_infer.interfaces import AttentionBackend, CachePolicy, KVCacheSpec, Proposer, StepRunner
     from mini_infer.model.generation_config import GenerationConfig
     from mini_infer.settings import Settings
     from mini_infer.text.tokenizer import Tokenizer
@@ -92,39 +88,6 @@ def build_engine(
     return _Builder(composition, model).build(check, clock)
 
 
-def compose(settings: "Settings", modules: Sequence[Any] = ()) -> "Composition":
-    """Everything that can be decided without weights: what ``serve --dry-run`` and ``config explain`` show."""
-    log: list[str] = []
-    if settings.engine.num_threads is not None:
-        torch.set_num_threads(settings.engine.num_threads)
-    device, choice = resolve_device(settings.engine.device)
-    manager = PluginManager(settings, device=device, modules=modules)
-    log += manager.notes
-    found = find_checkpoint(settings, manager, manager.context(dtype=settings.engine.dtype, log=log.append))
-    context = manager.context(dtype=found.dtype_name, log=log.append)
-    choices = [c for c in (choice, *found.choices) if c is not None]
-    offered = manager.many("attention_backends", context)
-    backends: dict[KVCacheSpec, type[AttentionBackend]] = {}
-    for layer in attention_layers(found.on_paper()):
-        if layer.spec not in backends:
-            backends[layer.spec], choice = choose_backend(settings.engine.attention, offered, layer.spec, device)
-            choices.append(choice)
-    return Composition(settings, manager, context, found, backends, choices, log)
-
-
-@dataclass(frozen=True, slots=True)
-class Composition:
-    """An engine on paper."""
-
-    settings: "Settings"
-    manager: PluginManager
-    context: "BuildContext"
-    found: FoundCheckpoint
-    backends: "dict[KVCacheSpec, type[AttentionBackend]]"
-    choices: list[Choice]
-    log: list[str]
-
-
 class _Builder:
     """Puts a composition and a loaded model together."""
 
@@ -151,11 +114,11 @@ class _Builder:
         processors = self._c.manager.many("logits_processors", self._c.context)
         extensions = self._c.manager.many("extensions", self._c.context)
         proposer: Proposer | None = self._one("proposer", lambda: None)
-        executor, overlap = self._executor(proposer)
+        self._c.check_lengths(proposer)
         on_device = [p for p in processors if isinstance(p, LogitsProcessor)]
-        executor.start(self._worker(on_device))
+        self._c.executor.start(self._worker(on_device))
         parts = EngineParts(
-            executor=executor,
+            executor=self._c.executor,
             scheduler=self._one("scheduler", first_come_first_served),
             kv=KVManager(self._memory.num_blocks, self._block_size, self._policy),
             limits=EngineLimits(
@@ -168,7 +131,7 @@ class _Builder:
             logits_processors=on_device,
             late_processors=[p for p in processors if isinstance(p, LateLogitsProcessor)],
             observers=[e for e in extensions if isinstance(e, Observer)],
-            overlap=overlap,
+            overlap=self._c.overlap,
             check=check,
             clock=clock,
         )
@@ -185,23 +148,6 @@ class _Builder:
         return BuiltEngine(
             Engine(parts), facts, self._model.tokenizer, self._model.generation, self._c.choices, log, server_extensions
         )
-
-    def _executor(self, proposer: "Proposer | None") -> "tuple[Executor, bool]":
-        """The executor, and whether two steps may be in flight."""
-        setting, device = self._engine_settings.overlap, self._c.context.device
-        steps = 2 if device != "cpu" or setting is True else 1
-        executor: Executor = self._one("executor", lambda: InlineExecutor(steps))
-        overlap = executor.max_in_flight > 1 and setting is not False
-        if setting is True and not overlap:
-            raise ConfigError(f"engine.overlap: {type(executor).__name__} runs one step at a time; set it to false")
-        if setting == "auto":
-            reason = f"{type(executor).__name__} holds {executor.max_in_flight} steps in flight on {device}"
-            self._c.choices.append(Choice("engine.overlap", str(overlap).lower(), reason))
-        needs_lengths = [b.name for b in self._c.backends.values() if b.capabilities.needs_host_lengths]
-        if overlap and proposer is not None and needs_lengths:
-            names = ", ".join(needs_lengths)
-            raise ConfigError(f"engine.overlap with drafts leaves lengths on the device, which {names} cannot use")
-        return executor, overlap
 
     def _worker(self, processors: list[LogitsProcessor]) -> Worker:
         settings, model, device = self._engine_settings, self._model, self._c.context.device
