@@ -1,8 +1,11 @@
 """Probe: a step runner that pads to buckets and replays each bucket's first batch, as a device graph would."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mini_infer.interfaces import BatchLimits, ForwardBatch, StepRunner, StepShape
+import torch
+
+from mini_infer.interfaces import AttentionBackend, BatchLimits, ForwardBatch, StepRunner, StepShape
 from mini_infer.plugins import hookimpl
 
 
@@ -11,34 +14,30 @@ def up(number: int, to: int) -> int:
 
 
 class BucketedRunner(StepRunner):
-    """Rows in fours; tokens of prompts in sixteens. A replay sees the first step's host lists, so nobody may use them."""
+    """Rows in fours, tokens of prompts in sixteens. A replay gets the host lists of the bucket's first step."""
 
     def __init__(self) -> None:
-        self.first = {}  # (rows, tokens) -> the bucket's first batch, the addresses of its tensors, its output
+        self.first: dict[tuple[int, int], tuple[ForwardBatch, list[int], torch.Tensor]] = {}
         self.num_padded = self.num_replayed = 0
-        self.replays = False
 
     def limits(self, limits: BatchLimits) -> BatchLimits:
         rows = up(limits.max_num_rows + 1, 4)
         return replace(limits, max_num_rows=rows, max_num_tokens=up(limits.max_num_tokens + 4 * rows, 16))
 
-    def bind(self, backends) -> None:
+    def bind(self, backends: Sequence[AttentionBackend]) -> None:
         self.replays = all(backend.capabilities.graphs == "mixed" for backend in backends)
 
     def shape(self, shape: StepShape) -> StepShape:
-        if shape.num_decode_rows == shape.num_rows:  # all rows are alike, and so is their padding
-            rows = up(shape.num_rows, 4)
-            tokens = rows * shape.decode_query_len
-        else:
+        rows, tokens = up(shape.num_rows, 4), up(shape.num_rows, 4) * shape.decode_query_len
+        if shape.num_decode_rows < shape.num_rows:
             rows = up(shape.num_rows + 1, 4)
             tokens = up(shape.num_tokens + rows - shape.num_rows, 16)
         self.num_padded += rows > shape.num_rows
         return replace(shape, num_rows=rows, num_tokens=tokens)
 
-    def run(self, forward, batch: ForwardBatch):
-        tensors = (batch.input_ids, batch.positions, batch.slot_mapping)
-        tensors += (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
-        addresses = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+    def run(self, forward: Callable[[ForwardBatch], torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        tensors = (batch.input_ids, batch.positions, batch.slot_mapping, batch.cu_seqlens_q)
+        addresses = [tensor.data_ptr() for tensor in (*tensors, batch.seq_lens, batch.block_table)]
         bucket = (batch.shape.num_rows, batch.shape.num_tokens)
         if bucket not in self.first:
             self.first[bucket] = batch, addresses, forward(batch).clone()
@@ -54,8 +53,8 @@ class Probe:
     api_version = 0
 
     def __init__(self) -> None:
-        self.runner = BucketedRunner()
+        self.made = BucketedRunner()
 
     @hookimpl
-    def step_runner(self, context):
-        return self.runner
+    def step_runner(self, context: object) -> StepRunner:
+        return self.made

@@ -1,35 +1,31 @@
-"""Probe: an executor that answers one step late, and to which every message comes over a wire."""
+"""Probe: an executor that answers one step late, with every message over a wire: an engine on another machine."""
+
+from functools import cached_property
+from typing import Any
 
 import msgspec
 
-from mini_infer.interfaces import Executor, LateInputs, StepOutput, StepPlan
+from mini_infer.interfaces import Executor, LateInputs, PendingOutput, StepOutput, StepPlan
 from mini_infer.plugins import hookimpl
 
 
-def over_the_wire(message):
+def over_the_wire(message: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
-class LateStep:
-    """A step that runs when the next one is launched, or when its answer is waited for."""
-
+class LateStep:  # runs when the next one is launched, or when its answer is waited for because none is
     def __init__(self, inner: Executor, plan: StepPlan) -> None:
-        self.inner, self.plan, self.late = inner, plan, None
-        self.outcome = None
+        self.inner, self.plan, self.late = inner, plan, LateInputs()
 
-    def run(self) -> bool:
-        if self.outcome is not None:
-            return False
+    @cached_property
+    def outcome(self) -> StepOutput | Exception:
         try:
             self.inner.forward(over_the_wire(self.plan))
-            pending = None if self.late is None else self.inner.sample(over_the_wire(self.late))
-            self.outcome = StepOutput(self.plan.step_id, []) if pending is None else over_the_wire(pending.result())
+            return over_the_wire(self.inner.sample(over_the_wire(self.late)).result())
         except Exception as error:
-            self.outcome = error
-        return True
+            return error
 
     def result(self) -> StepOutput:
-        self.run()
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -39,30 +35,25 @@ class LateExecutor(Executor):
     max_in_flight = 2
 
     def __init__(self, inner: Executor) -> None:
-        self.inner, self.step = inner, None
-        self.num_late = 0
+        self.inner, self.step, self.num_late = inner, None, 0
 
-    def start(self, worker) -> None:
+    def start(self, worker: Any) -> None:
         self.inner.start(worker)
 
     def forward(self, plan: StepPlan) -> None:
-        if self.step is not None:
-            self.num_late += self.step.run()
+        if self.step and "outcome" not in vars(self.step):
+            self.num_late += self.step.outcome is not None  # runs it
         self.step = LateStep(self.inner, plan)
 
-    def sample(self, late: LateInputs) -> LateStep:
+    def sample(self, late: LateInputs) -> PendingOutput:
         self.step.late = late
         return self.step
 
 
 class Probe:
-    name = "late-executor"
-    api_version = 0
-
-    def __init__(self) -> None:
-        self.executors = []
+    name, api_version = "late-executor", 0
 
     @hookimpl(wrapper=True)
-    def executor(self, context):
-        self.executors.append(LateExecutor((yield)))
-        return self.executors[-1]
+    def executor(self, context: object) -> Any:
+        self.made = LateExecutor((yield))
+        return self.made

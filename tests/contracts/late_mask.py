@@ -49,8 +49,8 @@ class Probe:
     api_version = 0
 
     def __init__(self) -> None:
-        self.processor = LateMask()
+        self.made = LateMask()
 
     @hookimpl
     def logits_processors(self, context):
-        return [self.processor]
+        return [self.made]

@@ -39,8 +39,8 @@ class Probe:
     api_version = 0
 
     def __init__(self, script: Mapping[str, Sequence[int]], vocab_size: int) -> None:
-        self.proposer_ = ScriptedProposer(script, vocab_size)
+        self.made = ScriptedProposer(script, vocab_size)
 
     @hookimpl
     def proposer(self, context):
-        return self.proposer_
+        return self.made

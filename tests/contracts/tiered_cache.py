@@ -47,8 +47,8 @@ class Probe:
     api_version = 0
 
     def __init__(self) -> None:
-        self.policy = TieredCache()
+        self.made = TieredCache()
 
     @hookimpl
     def cache_policy(self, context: object) -> TieredCache:
-        return self.policy
+        return self.made

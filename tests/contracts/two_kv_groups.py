@@ -51,7 +51,7 @@ class FixedAttention(AttentionBackend):
         return torch.einsum("ths,tshd->thd", scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1), value)
 
 
-name = "two-kv-groups"
+name = "two-groups"
 api_version = 0
 
 
