@@ -17,7 +17,7 @@ from torch import nn
 
 from mini_infer.layers import Linear, RMSNorm, SiluAndMul
 from mini_infer.layers.decoder import DecoderLayer
-from mini_infer_plugins.cpu_kernels.layers import GateForward, LinearForward, NormForward, most_rows
+from mini_infer_plugins.cpu_kernels.layers import GateForward, LinearForward, NormForward, fits, most_rows
 from mini_infer_plugins.cpu_kernels.native import DecoderLayerArgs, MatrixArgs, native_build
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class DecoderLayerForward:
         """[num_tokens, hidden_size] twice, as the layer's own ``forward``."""
         layer, native, rows = self._layer, self._build.library, x.shape[0]
         if self._most_rows is None:
-            self._args = _plain_args(layer)
+            self._args = _plain_args(layer, x.dtype)
             self._most_rows = most_rows(x.dtype) if self._args is not None else 0
         if native is None or self._args is None or rows > self._most_rows:
             return type(layer).forward(layer, x, residual, batch)
@@ -64,7 +64,7 @@ class DecoderLayerForward:
         return y, new_total
 
 
-def _plain_args(layer: DecoderLayer) -> DecoderLayerArgs | None:
+def _plain_args(layer: DecoderLayer, dtype: torch.dtype) -> DecoderLayerArgs | None:
     """The layer's weights, if all its parts compute what this file knows."""
     attention, mlp = layer.self_attn, layer.mlp
     matrices = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -73,6 +73,7 @@ def _plain_args(layer: DecoderLayer) -> DecoderLayerArgs | None:
         all(_is_plain(m, Linear, LinearForward) for m in matrices)
         and all(_is_plain(norm, RMSNorm, NormForward) for norm in norms)
         and _is_plain(mlp.act, SiluAndMul, GateForward)
+        and all(fits(parameter, dtype) for part in (*matrices, *norms) for parameter in part.parameters())
     )
     if not plain:
         return None
@@ -80,7 +81,7 @@ def _plain_args(layer: DecoderLayer) -> DecoderLayerArgs | None:
         *(_matrix(m) for m in matrices),
         *(norm.weight.data_ptr() for norm in norms),
         *(norm.eps for norm in norms),
-        matrices[0].weight.dtype is torch.bfloat16,
+        dtype is torch.bfloat16,
     )
 
 

@@ -7,7 +7,6 @@ Contract: the layers stay the objects that the model made, with their weights, `
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import nn
 
 from mini_infer.errors import ConfigError
@@ -15,34 +14,36 @@ from mini_infer.interfaces import ModelTransform
 from mini_infer.layers import Linear, LMHead, RMSNorm, SiluAndMul
 from mini_infer.layers.decoder import DecoderLayer
 from mini_infer_plugins.cpu_kernels.decoder_layer import DecoderLayerForward
-from mini_infer_plugins.cpu_kernels.layers import GateForward, LinearForward, NormForward
+from mini_infer_plugins.cpu_kernels.layers import DTYPES, GateForward, LinearForward, NormForward, most_rows
 from mini_infer_plugins.cpu_kernels.native import native_build
 
 if TYPE_CHECKING:
     from mini_infer.interfaces import ModelConfig
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 
 class FewRows(ModelTransform):
-    """See the module."""
+    """See the module.
+
+    Args:
+        log: gets a line that says what was replaced.
+    """
 
     name: ClassVar[str] = "cpu-kernels"
 
+    def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
+        self._log = log
+
     def apply(self, module: nn.Module, config: "ModelConfig") -> nn.Module:
-        if config.device != "cpu" or config.dtype not in _DTYPES:
+        if config.device != "cpu" or config.dtype not in DTYPES:
             raise ConfigError(
                 f"plugin 'cpu-kernels' speeds up float32 and bfloat16 on a CPU, not {config.dtype} on {config.device}"
             )
-        native_build().start()
-        replaced = 0
-        for layer in module.modules():
-            forward = _forward_for(layer)
-            if forward is not None:
-                layer.forward = forward
-                replaced += 1
-        if not replaced:
-            raise ConfigError(f"plugin 'cpu-kernels' knows no layer of {type(module).__name__}: leave it out")
+        native_build().start(self._log)
+        forwards = {layer: forward for layer in module.modules() if (forward := _forward_for(layer)) is not None}
+        for layer, forward in forwards.items():
+            layer.forward = forward
+        rows = f"native for steps of up to {most_rows(config.dtype)} rows"
+        self._log(f"cpu-kernels: {len(forwards)} layers of {type(module).__name__} {rows if forwards else 'are known'}")
         return module
 
 

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from mini_infer.layers import RMSNorm, SiluAndMul
 from mini_infer_plugins.cpu_kernels.native import multiplies_bfloat16, native_build
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What native.cpp knows."""
+
 _MOST_ROWS = 32
 _MOST_ROWS_BESIDE_UNITS = 12
 
@@ -24,6 +27,11 @@ _MOST_ROWS_BESIDE_UNITS = 12
 def most_rows(dtype: torch.dtype) -> int:
     """Up to how many rows native.cpp's product is the faster one."""
     return _MOST_ROWS_BESIDE_UNITS if dtype is torch.bfloat16 and multiplies_bfloat16() else _MOST_ROWS
+
+
+def fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether native.cpp can read ``weight`` for inputs of ``dtype``."""
+    return weight.dtype is dtype and dtype in DTYPES and weight.is_contiguous()
 
 
 class LinearForward:
@@ -44,7 +52,7 @@ class LinearForward:
         weight, native = self._weight(), self._build.library
         outs, k = weight.shape
         rows = x.numel() // k
-        if native is None or rows > most_rows(x.dtype):
+        if native is None or rows > most_rows(x.dtype) or not fits(weight, x.dtype):
             return _torch_linear(x, weight, self._bias)
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], outs, dtype=x.dtype)
@@ -69,7 +77,7 @@ class NormForward:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[..., size] -> [..., size]; with a residual also the sum."""
         layer, native = self._layer, self._build.library
-        if native is None:
+        if native is None or not fits(layer.weight, x.dtype):
             return type(layer).forward(layer, x) if residual is None else type(layer).forward(layer, x, residual)
         x = x.contiguous()
         y = torch.empty_like(x)
@@ -95,7 +103,7 @@ class GateForward:
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[..., 2 * size] -> [..., size]."""
         native = self._build.library
-        if native is None:
+        if native is None or gate_up.dtype not in DTYPES:
             return type(self._layer).forward(self._layer, gate_up)
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2

@@ -31,10 +31,13 @@ class Settings(BaseModel):
 
 @hookimpl
 def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
+    if context.device != "cpu" or context.dtype not in ("float32", "bfloat16"):
+        context.log(f"cpu-kernels: not used, for there are none for {context.dtype} on {context.device}")
+        return []
     from mini_infer_plugins.cpu_kernels.few_rows import FewRows
     from mini_infer_plugins.cpu_kernels.native import native_build
 
     native_build().start(context.log)
     if context.settings_of(name, Settings).wait:
         native_build().wait()
-    return [FewRows()]
+    return [FewRows(context.log)]

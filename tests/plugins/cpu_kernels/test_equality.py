@@ -137,8 +137,27 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         FewRows().apply(layer, config(torch.float16))
     with pytest.raises(ConfigError, match="on cuda:0"):
         FewRows().apply(layer, config(torch.float32, "cuda:0"))
-    with pytest.raises(ConfigError, match="knows no layer of ReLU"):
-        FewRows().apply(nn.ReLU(), config(torch.float32))
+
+
+def test_what_was_replaced_is_said() -> None:
+    lines: list[str] = []
+    FewRows(lines.append).apply(nn.ReLU(), config(torch.float32))
+    FewRows(lines.append).apply(Linear(8, 8, dtype=torch.float32), config(torch.float32))
+    assert lines == [
+        "cpu-kernels: 0 layers of ReLU are known",
+        "cpu-kernels: 1 layers of Linear native for steps of up to 32 rows",
+    ]
+
+
+def test_weights_that_native_code_cannot_read_are_left_to_pytorch() -> None:
+    half = filled(Linear(8, 8, dtype=torch.float16))
+    wide = filled(Linear(8, 8, dtype=torch.float32))
+    wide.weight = nn.Parameter(torch.randn(8, 8).T, requires_grad=False)
+    for layer, dtype in ((half, torch.float16), (wide, torch.float32)):
+        x = torch.randn(2, 8).to(dtype)
+        expected = layer(x)
+        FewRows().apply(layer, config(torch.float32))
+        assert torch.equal(layer(x), expected)
 
 
 def test_plain_layers_compute_until_the_file_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
