@@ -112,6 +112,7 @@ async def _run(app: Litestar, llm: AsyncLLM, sock: socket.socket, settings: Serv
         http=_protocol(),
         log_level="warning",
         access_log=False,
+        ws="none",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,

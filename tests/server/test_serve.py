@@ -135,14 +135,6 @@ def test_sigterm_lets_running_answers_finish(model: Path) -> None:
         assert gone(engine)
 
 
-def test_an_engine_never_outlives_its_server(model: Path) -> None:
-    with running(model, "--set", "engine.skip_tokenizer=true") as server:
-        engine = server.engine_pid
-        server.process.kill()
-        server.end()
-        until(lambda: gone(engine), 5)
-
-
 def failed(*arguments: str) -> tuple[int, str, float]:
     start = time.monotonic()
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
@@ -165,7 +157,9 @@ def test_a_model_that_is_not_there_is_one_plain_line() -> None:
     assert "no/such/folder" in line and "Traceback" not in line and len(line.splitlines()) == 1
 
 
-def test_sigterm_while_it_loads_ends_both(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_engine_never_outlives_its_server(model: Path, number: signal.Signals) -> None:
+    """While it loads, too: it hears nothing then but the end of its socket."""
     process = subprocess.Popen(command("--model", str(model), "--port", "0"), stderr=subprocess.PIPE, text=True)
     server = Running(process, [], "")
 
@@ -174,9 +168,9 @@ def test_sigterm_while_it_loads_ends_both(model: Path) -> None:
             return server.engine_pid > 0
         return False
 
-    until(engine_started, 60)
+    until(engine_started, START_SECONDS)
     engine = server.engine_pid
-    process.terminate()
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert "Traceback" not in stderr
-    until(lambda: gone(engine), 5)
+    until(lambda: gone(engine), 10)
