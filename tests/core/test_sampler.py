@@ -175,16 +175,40 @@ def test_large_logits_do_not_overflow(temperature: float, limits: dict[str, floa
     assert sample(batch) == [case.expected() for case in batch] == [0] * 20
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(top_k=5), SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(temperature=0)]
-)
+def test_equal_probabilities_reach_a_share_that_rounding_misses() -> None:
+    """0.28 * 25 is above 7 in float64."""
+    equal = np.zeros(25, dtype=np.float32)
+    assert set(one_thousand_from(Case(equal, SamplingParams(top_p=0.28)))) == set(range(7))
+
+
+def test_equal_scores_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that makes up for what a token is less likely: the scores are equal."""
+    logits = np.array([1.0, 2.0, 3.0, -50.0], dtype=np.float32)
+    noise = torch.tensor([[2.0, 1.0, 0.0, -50.0]])
+
+    def gumbel(*_: torch.Tensor, token_ids: torch.Tensor | None = None, vocab_size: int = 4) -> torch.Tensor:
+        return noise if token_ids is None else noise[0, token_ids]
+
+    monkeypatch.setattr(sampler, "gumbel", gumbel)
+    for limits in ({"top_k": 3}, {"top_p": 0.999}, {}):
+        assert sample([Case(logits, SamplingParams(**limits))]) == [0]
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.9}, {}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("poison", [[math.nan], [math.inf], [-math.inf], [math.nan, math.inf, -math.inf]], ids=str)
-def test_a_row_that_is_not_finite_harms_no_other(params: SamplingParams, poison: list[float]) -> None:
+@pytest.mark.parametrize("large_vocab", [1, VOCAB_SIZE + 1])
+def test_a_row_that_is_not_finite_harms_no_other(
+    limits: dict[str, float], poison: list[float], large_vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "_LARGE_VOCAB", large_vocab)
+    params = SamplingParams(**limits)
     good = [Case(LOGITS, params, seed=seed) for seed in range(2)]
     bad = Case(np.resize(np.array(poison, dtype=np.float32), VOCAB_SIZE), params)
     drawn = sample([good[0], bad, good[1]])
     assert [drawn[0], drawn[2]] == sample(good)
     assert 0 <= drawn[1] < VOCAB_SIZE
+    if poison == [-math.inf]:
+        assert drawn[1] == 0
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_never_drawn() -> None:
@@ -237,7 +261,9 @@ def test_all_ways_of_drawing_in_one_batch(
     monkeypatch.setattr(sampler, "_LARGE_VOCAB", large_vocab)
     monkeypatch.setattr(sampler, "_NUM_CANDIDATES", num_candidates)
     batch = wide_batch()
-    assert sample(batch) == [case.expected() for case in batch]
+    expected = [case.expected() for case in batch]
+    assert sample(batch) == expected
+    assert [sample([case])[0] for case in batch] == expected
 
 
 @pytest.mark.gpu
@@ -265,8 +291,14 @@ def test_truncation_keeps_the_same_tokens_however_many_candidates(seed: int, top
         if complete.item():
             assert kept == set(wanted.nonzero()[0].tolist())
         else:
-            assert kept < set(wanted.nonzero()[0].tolist())
+            assert num_candidates < max(top_k or 64, wanted.sum())
     assert complete.item()
+
+
+def test_top_p_1_drops_nothing_however_unlikely() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    _, values, _ = truncate(torch.tensor([[0.0, -90.0]]), torch.tensor([2]), one, torch.zeros(1), num_candidates=2)
+    assert values.tolist() == [[0.0, -90.0]]
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------

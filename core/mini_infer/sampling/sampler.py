@@ -49,8 +49,7 @@ class ReferenceSampler(Sampler):
             tokens[draws.index], _ = _draw_truncated(draws, state, widest)
         if nucleus:
             draws = _Draws.of(nucleus, logits, rows, state)
-            has_top_k = any(rows.slots_host[i] in state.top_k_slots for i in nucleus)
-            tokens[draws.index] = _draw_nucleus(draws, state, has_top_k)
+            tokens[draws.index] = _draw_nucleus(draws, state)
         if whole:
             draws = _Draws.of(whole, logits, rows, state)
             look_first = logits.device.type == "cpu" and state.vocab_size >= _LARGE_VOCAB
@@ -90,7 +89,7 @@ class _Draws:
         index = to_device(mine, torch.int64, logits.device)
         slots = rows.slots[index]
         scaled = logits.index_select(0, index)
-        # A row without a finite logit stays as it is instead of becoming NaN; the worker reports it.
+        # A row of which nothing is left stays as it is instead of becoming NaN, and draws token 0.
         largest = scaled.amax(dim=1, keepdim=True).clamp_(_FLOAT32.min, _FLOAT32.max)
         scaled.sub_(largest).div_(state.temperature[slots, None])
         return cls(index, slots, rows.positions[index], scaled)
@@ -113,10 +112,10 @@ def _draw_truncated(draws: _Draws, state: "SamplingState", num_candidates: int) 
     return torch.where(wins, token_ids, state.vocab_size - 1).amin(dim=1), complete
 
 
-def _draw_nucleus(draws: _Draws, state: "SamplingState", has_top_k: bool) -> torch.Tensor:
+def _draw_nucleus(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     """Tokens [num_draws] of rows whose candidates cannot be counted beforehand."""
     vocab_size = state.vocab_size
-    if draws.scaled.device.type != "cpu" or has_top_k or vocab_size <= _NUM_CANDIDATES:
+    if draws.scaled.device.type != "cpu" or vocab_size <= _NUM_CANDIDATES:
         return _draw_truncated(draws, state, vocab_size)[0]
     tokens, complete = _draw_truncated(draws, state, _NUM_CANDIDATES)
     rest = complete.logical_not().nonzero()[:, 0]

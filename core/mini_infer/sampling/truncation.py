@@ -30,7 +30,7 @@ def truncate(
         top_k: [num_rows] int64; ``vocab_size`` is off.
         top_p: [num_rows] float64; 1 is off.
         min_p: [num_rows] float32; 0 is off.
-        num_candidates: how many tokens to look at; at least each k that is on.
+        num_candidates: how many tokens to look at.
 
     Returns:
         ``token_ids`` [num_rows, num_candidates] int64, ``values`` of the same shape, z of each, -inf if it may not be
@@ -48,7 +48,7 @@ def truncate(
     needed = torch.where(top_p < 1.0, (top_p * total).floor_(), torch.inf)[:, None]
     keep = (up_to - weights < needed) & in_top_k & (values >= min_p.log()[:, None])
     keep[:, 0] = True
-    complete = (up_to[:, -1:] >= needed)[:, 0] | (top_k <= num_candidates)
+    complete = (top_k <= num_candidates) | ((top_k == vocab_size) & (up_to[:, -1] >= needed[:, 0]))
     return token_ids, values.masked_fill_(~keep, -torch.inf), complete
 
 
