@@ -35,7 +35,7 @@ def make_planner(
 def read(planner: Planner, requests: Sequence[Request], step_id: int) -> None:
     """As the engine does once a step was read: each request that sampled has one more token."""
     for request in requests:
-        launched = request.in_flight.popleft()
+        launched = request.land()
         request.num_computed_tokens += launched.num_tokens
         if launched.samples:
             request.token_ids.append(7)

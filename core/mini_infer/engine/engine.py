@@ -232,7 +232,7 @@ class Engine:
             self._kv.end_copy(copy_id, done=False)
 
     def _advance(self, request: Request, grant: "Grant", row: "RowOutput") -> None:
-        launched = request.in_flight.popleft()
+        launched = request.land()
         if request.status is Status.FINISHED:
             return  # it ended while this step ran: what the step drew for it is discarded
         if not row.ok:
@@ -305,7 +305,7 @@ class Engine:
         for request in list(self._table.running):
             self._planner.preempt(request)
         for request in self._requests.values():
-            request.in_flight.clear()
+            request.forget_flights()
         self._kv.complete(self._kv.launched_step)
         self._table.released_slots = sorted(self._table.free_slots)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mini_infer.engine.kv_manager import KVManager
-from mini_infer.engine.request import InFlight, Request, Status
+from mini_infer.engine.request import Request, Status
 from mini_infer.errors import PluginError
 from mini_infer.interfaces.scheduler import RequestView, Scheduler, SchedulerView, Wish
 from mini_infer.plan import Grant, NewRow, StepPlan
@@ -111,8 +111,7 @@ class Planner:
         self.table.released_slots = []
         requests = [request for request, _ in step.grants]
         for request, grant in step.grants:
-            request.in_flight.append(InFlight(grant.num_tokens, len(grant.draft_token_ids), grant.samples))
-            request.draft_token_ids = []
+            request.launch(grant)
         return plan, requests
 
     def preempt(self, request: Request) -> None:
@@ -123,14 +122,14 @@ class Planner:
         self.table.wait(request)
 
     def _view(self, now: float, num_in_flight: int) -> SchedulerView:
-        running = [r for r in self.table.running if r.num_tokens_to_do > 0]
+        running = [r for r in self.table.running if r.view.offer() > 0]
         waiting = [r for r in self.table.waiting if not r.in_flight and not self.kv.is_loading(r)]
         suspects = [r for r in running + waiting if r.suspect]
         if suspects:
             alone = self._isolated(suspects)
             running, waiting = [r for r in running if r is alone], [r for r in waiting if r is alone]
         for request in waiting:
-            request.view.hit_tokens = len(self.kv.match(request)) * self.kv.block_size
+            request.view.offer(len(self.kv.match(request)) * self.kv.block_size)
         return SchedulerView(
             now=now,
             token_budget=self.token_budget,
@@ -156,22 +155,19 @@ class Planner:
         Raises:
             PluginError: a wish is double, over budget, to an unoffered request, or of an impossible size.
         """
-        by_view = {id(r.view): r for r in (*self.table.running, *self.table.waiting)}
         offered = {id(v) for v in (*view.running, *view.waiting)}
+        by_view = {k: r for r in (*self.table.running, *self.table.waiting) if (k := id(r.view)) in offered}
         name = type(self.scheduler).__name__
         requests = []
-        budget, seen = self.token_budget, set[int]()
-        num_running = len(self.table.running)
+        budget, num_running = self.token_budget, len(self.table.running)
         for wish in wishes:
-            key = id(wish.request)
-            if key not in offered or key in seen:
+            request = by_view.pop(id(wish.request), None)
+            if request is None:
                 raise PluginError(f"scheduler {name} wished for a request that is not on offer, or twice for one")
-            seen.add(key)
-            request = by_view[key]
-            last = wish.num_tokens == request.view.num_tokens_to_do
-            if not 1 <= wish.num_tokens <= request.view.num_tokens_to_do:
+            to_do = request.view.num_tokens_to_do
+            if not 1 <= wish.num_tokens <= to_do:
                 raise PluginError(f"scheduler {name} wished {wish.num_tokens} tokens for {request.view!r}")
-            if not 0 <= wish.num_drafts <= (len(request.draft_token_ids) if last else 0):
+            if not 0 <= wish.num_drafts <= (len(request.draft_token_ids) if wish.num_tokens == to_do else 0):
                 raise PluginError(f"scheduler {name} wished {wish.num_drafts} drafts for {request.view!r}")
             budget -= wish.num_tokens + wish.num_drafts
             num_running += request.status is Status.WAITING
@@ -188,8 +184,9 @@ class Planner:
         enters = request.status is Status.WAITING
         if enters:
             self.kv.attach(request)
-            request.view.hit_tokens = 0  # from here on its tokens to do are counted without the hit
-        num_tokens = min(wish.num_tokens, request.num_tokens_to_do)
+            request.view.offer()  # the hit may have shrunk since it was offered
+        to_do = request.view.num_tokens_to_do
+        num_tokens = min(wish.num_tokens, to_do)
         first_new = len(request.block_ids)
         drafts = self._make_room(step, request, num_tokens, wish.num_drafts)
         if drafts is None:
@@ -197,14 +194,13 @@ class Planner:
                 self.kv.release(request)
                 request.num_computed_tokens = 0
             return
-        reaches_end = num_tokens == request.num_tokens_to_do
         if enters:
             self._admit(step, request)
             first_new = len(request.block_ids)
         grant = Grant(
             slot=request.slot,
             num_tokens=num_tokens,
-            samples=reaches_end and request.max_tokens > 0,
+            samples=num_tokens == to_do and request.max_tokens > 0,
             new_block_ids=request.block_ids[first_new:],
             draft_token_ids=request.draft_token_ids[:drafts],
         )

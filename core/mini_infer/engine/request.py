@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mini_infer.messages import EngineRequest, FinishReason
-from mini_infer.plan import TokenLogprobs
+from mini_infer.plan import Grant, TokenLogprobs
 
 
 class Status(Enum):
@@ -48,6 +48,9 @@ class Request:
     awaited_copies: dict[int, int] = field(default_factory=dict)  # block index -> the copy that it waited for
     num_computed_tokens: int = 0  # KV known to be right, steps in flight not counted
     in_flight: deque[InFlight] = field(default_factory=deque)
+    num_pending_tokens: int = 0  # that steps in flight draw for certain (accepted drafts come on top)
+    num_flying_tokens: int = 0  # that steps in flight run, stale ones left out
+    num_flying_drafts: int = 0  # that steps in flight verify, stale ones left out
     draft_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the first admission's prefix hit
@@ -56,32 +59,20 @@ class Request:
     suspect: bool = False  # was in a step that raised: runs alone once
     num_failures: int = 0
     finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)  # most output tokens
     view: "View" = field(init=False)
 
     def __post_init__(self) -> None:
+        longest = self.spec.params.max_tokens
+        assert longest is not None  # the front end has clamped it
+        self.num_prompt_tokens, self.max_tokens = len(self.spec.prompt_token_ids), longest
         self.view = View(self)
 
     @property
     def request_id(self) -> str:
         """Unique among live requests."""
         return self.spec.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt alone."""
-        return len(self.spec.prompt_token_ids)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most output tokens."""
-        longest = self.spec.params.max_tokens
-        assert longest is not None  # the front end has clamped it
-        return longest
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Tokens that steps in flight draw for certain (accepted drafts come on top)."""
-        return sum(step.samples for step in self.in_flight)
 
     @property
     def num_tokens(self) -> int:
@@ -91,20 +82,38 @@ class Request:
     @property
     def num_launched_tokens(self) -> int:
         """Tokens whose KV is right once the steps in flight are read, rejected drafts assumed."""
-        return self.num_computed_tokens + sum(s.num_tokens for s in self.in_flight if not s.stale)
+        return self.num_computed_tokens + self.num_flying_tokens
 
     @property
     def max_launched_tokens(self) -> int:
         """The same, with every draft accepted: blocks are reserved for this."""
-        return self.num_launched_tokens + sum(s.num_drafts for s in self.in_flight if not s.stale)
+        return self.num_computed_tokens + self.num_flying_tokens + self.num_flying_drafts
 
     @property
     def num_tokens_to_do(self) -> int:
         """Tokens whose KV is missing; 0 when the steps in flight may already end it."""
-        most_tokens = self.num_tokens + sum(step.num_drafts for step in self.in_flight)
-        if most_tokens - self.num_prompt_tokens >= self.max_tokens > 0:
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        if num_tokens + self.num_flying_drafts - self.num_prompt_tokens >= self.max_tokens > 0:
             return 0
-        return self.num_tokens - self.num_launched_tokens
+        return num_tokens - self.num_computed_tokens - self.num_flying_tokens
+
+    def launch(self, grant: Grant) -> None:
+        """A step with this grant is on its way."""
+        num_drafts = len(grant.draft_token_ids)
+        self.in_flight.append(InFlight(grant.num_tokens, num_drafts, grant.samples))
+        self.num_pending_tokens += grant.samples
+        self.num_flying_tokens += grant.num_tokens
+        self.num_flying_drafts += num_drafts
+        self.draft_token_ids = []
+
+    def land(self) -> InFlight:
+        """The oldest step in flight is being read."""
+        launched = self.in_flight.popleft()
+        self.num_pending_tokens -= launched.samples
+        if not launched.stale:
+            self.num_flying_tokens -= launched.num_tokens
+            self.num_flying_drafts -= launched.num_drafts
+        return launched
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -137,10 +146,16 @@ class Request:
         self.num_prompt_logprobs_given = max(self.num_prompt_logprobs_given, self.num_prompt_logprobs)
         return computed[max(known, 0) :]
 
+    def forget_flights(self) -> None:
+        """The steps in flight were dropped unread."""
+        while self.in_flight:
+            self.land()
+
     def start_over(self) -> None:
         """Forget all KV, computed or in flight; tokens, in flight ones too, stay."""
         for launched in self.in_flight:
             launched.stale = True
+        self.num_flying_tokens = self.num_flying_drafts = 0
         self.status = Status.WAITING
         self.num_computed_tokens = 0
         self.draft_token_ids = []
@@ -150,11 +165,18 @@ class Request:
 class View:
     """``interfaces.RequestView`` over a request: reads only."""
 
-    __slots__ = ("_request", "hit_tokens")
+    __slots__ = ("_request", "num_hit_tokens", "num_tokens_to_do")
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.hit_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_tokens_to_do = 0  # as of the last ``offer``
+
+    def offer(self, num_hit_tokens: int = 0) -> int:
+        """Look at the request once a step; its tokens to do, a hit taken off."""
+        self.num_hit_tokens = num_hit_tokens
+        self.num_tokens_to_do = self._request.num_tokens_to_do - num_hit_tokens
+        return self.num_tokens_to_do
 
     @property
     def request_id(self) -> str:
@@ -183,14 +205,6 @@ class View:
     @property
     def max_tokens(self) -> int:
         return self._request.max_tokens
-
-    @property
-    def num_tokens_to_do(self) -> int:
-        return self._request.num_tokens_to_do - self.hit_tokens
-
-    @property
-    def num_hit_tokens(self) -> int:
-        return self.hit_tokens
 
     @property
     def num_blocks(self) -> int:
