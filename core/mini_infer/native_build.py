@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
@@ -59,9 +60,10 @@ class NativeBuild:
     def start(self, log: Callable[[str], None] = lambda line: None) -> None:
         """Load the library if it was built before, else build it in the background. Later calls do nothing."""
         with self._lock:
-            if self.status != "not started":
-                return
-            self.status = "starting"
+            if self.status == "not started":
+                self._start(log)
+
+    def _start(self, log: Callable[[str], None]) -> None:
         try:
             compiler = _compiler()
             target = _cache_folder() / f"{self.name}-{self._key(compiler)}.so"
@@ -130,6 +132,12 @@ class NativeBuild:
         for part in (*_FLAGS, _native_flag(), str(_torch_openmp()), version, _cpu_features()):
             digest.update(part.encode() + b"\0")
         return digest.hexdigest()[:24]
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has units for bfloat16 products (AMX, AVX-512 BF16, Arm's BF16), which PyTorch uses."""
+    return bool(set(_cpu_features().split()) & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def _compiler() -> str:

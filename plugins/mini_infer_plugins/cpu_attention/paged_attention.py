@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
+from mini_infer.native_build import multiplies_bfloat16
 from mini_infer_plugins.cpu_attention.native import BatchArgs, LayerArgs, native_build
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
 _STRETCH = 512  # queries of one long row that share a mask
 _EVERYTHING = 1 << 40  # a window that hides nothing
+
+
+def longest_native_query(dtype: str) -> int:
+    """Up to how many queries of a row native.cpp is the faster one, by measurement (README)."""
+    return 64 if dtype == "bfloat16" and multiplies_bfloat16() else 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,6 @@ class CpuAttention(AttentionBackend):
     capabilities: ClassVar[AttentionCapabilities] = AttentionCapabilities(
         devices=("cpu",), dtypes=("float32", "bfloat16"), kinds=("full", "sliding"), fuses_rope=True
     )
-    longest_native_query: ClassVar[dict[str, int]] = {"float32": 384, "bfloat16": 64}
 
     def __init__(self, spec: "KVCacheSpec", device: str, block_size: int) -> None:
         super().__init__(spec, device, block_size)
@@ -96,7 +101,7 @@ class CpuAttention(AttentionBackend):
 
     def prepare(self, batch: "ForwardBatch") -> None:
         self._native = self._build.library  # a library that has just been built is taken between two steps
-        longest = self.longest_native_query[self.spec.dtype] if self._native is not None else 0
+        longest = longest_native_query(self.spec.dtype) if self._native is not None else 0
         self._plain = self._plain_rows(batch, longest) if batch.shape.max_query_len > longest else []
         self._batch = BatchArgs(
             batch.slot_mapping.data_ptr(),
@@ -156,7 +161,10 @@ class CpuAttention(AttentionBackend):
             q = query[row.start : row.stop]
             if layer.rotary is not None:
                 q, _ = layer.rotary(q, q[:, :1], batch.positions[row.start : row.stop])
-            found = self._attend_row(q.transpose(0, 1), *self._gather(layer, row), layer.scale)
+            key, value = self._gather(layer, row)
+            if q.dtype is torch.bfloat16 and not multiplies_bfloat16():
+                q, key, value = q.float(), key.float(), value.float()  # PyTorch's own product is slower than that
+            found = self._attend_row(q.transpose(0, 1), key, value, layer.scale)
             out[row.start : row.stop] = found.transpose(0, 1)
         if self._native is None:
             out[self._plain[-1].stop :] = 0

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from mini_infer.layers import RMSNorm, SiluAndMul
-from mini_infer_plugins.cpu_kernels.native import multiplies_bfloat16, native_build
+from mini_infer.native_build import multiplies_bfloat16
+from mini_infer_plugins.cpu_kernels.native import native_build
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What native.cpp knows."""

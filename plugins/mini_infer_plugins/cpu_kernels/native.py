@@ -55,11 +55,3 @@ def _declare(library: ctypes.CDLL) -> None:
 def native_build() -> NativeBuild:
     """The build of this plugin's file; the same for every engine of the process, for it holds no state of theirs."""
     return NativeBuild("cpu-kernels", _FOLDER / "native.cpp", [_FOLDER.parent / "vector_lanes.h"], _declare)
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether the CPU has units for bfloat16 products (AMX, AVX-512 BF16, Arm's BF16), which PyTorch uses."""
-    info = Path("/proc/cpuinfo")
-    words = set(info.read_text().split()) if info.exists() else set()
-    return bool(words & {"amx_bf16", "avx512_bf16", "bf16"})

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mini_infer.plugins import hookimpl
 
@@ -18,15 +18,14 @@ provides = ("operator-fusion",)
 
 
 class Settings(BaseModel):
-    """``[plugin.cpu-kernels]``.
+    """The table ``[plugin.cpu-kernels]``."""
 
-    Attributes:
-        wait: do not serve before the native kernels are built, so that no token is computed on the slower plain path.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model_config = ConfigDict(extra="forbid")
-
-    wait: bool = False
+    wait: bool = Field(
+        default=False,
+        description="serve only when the native kernels are built, so that no token takes the slower plain path",
+    )
 
 
 @hookimpl

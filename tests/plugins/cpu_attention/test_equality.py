@@ -13,6 +13,7 @@ from mini_infer.reference.attention import ReferenceAttention
 from mini_infer_plugins.cpu_attention.native import native_build
 from mini_infer_plugins.cpu_attention.paged_attention import CpuAttention
 
+MODULE = "mini_infer_plugins.cpu_attention.paged_attention"
 MAX_LEN = 512
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -30,7 +31,7 @@ class _NeverBuilt:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All rows in native.cpp, all through PyTorch, or long rows through PyTorch."""
     if request.param == "plain":
-        monkeypatch.setattr("mini_infer_plugins.cpu_attention.paged_attention.native_build", _NeverBuilt)
+        monkeypatch.setattr(f"{MODULE}.native_build", _NeverBuilt)
         return "plain"
     build = native_build()
     build.start()
@@ -38,7 +39,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if build.failed:
         pytest.skip(build.status)
     longest = 4 if request.param == "mixed" else MAX_LEN
-    monkeypatch.setattr(CpuAttention, "longest_native_query", {"float32": longest, "bfloat16": longest})
+    monkeypatch.setattr(f"{MODULE}.longest_native_query", lambda dtype: longest)
     return str(request.param)
 
 
@@ -259,6 +260,11 @@ def test_nan_of_a_row_stays_in_it(path: str) -> None:
     case.rows[1].values[:] = torch.nan
     found = case.run(cpu(case)).isfinite().flatten(1).all(1)
     assert found.tolist() == [True, False, *[True] * 6, True, True]
+
+
+def test_bfloat16_without_units_for_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{MODULE}.multiplies_bfloat16", lambda: False)
+    expect_equal(make_case(10, dtype="bfloat16"))
 
 
 def test_a_request_may_go_on_natively_after_a_plain_start(monkeypatch: pytest.MonkeyPatch) -> None:
