@@ -100,6 +100,7 @@ def test_zero_is_a_value(tmp_path: Path) -> None:
         ("temperature", -1),
         ("temperature", True),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
         ("top_p", 1.5),
         ("min_p", -0.1),
         ("top_k", 1.5),
@@ -116,7 +117,7 @@ def test_wrong_values_are_named(tmp_path: Path, key: str, value: Any) -> None:
         load(tmp_path, {key: value})
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff", "[" * 100_000], ids=["cut", "list", "bytes", "deep"])
 def test_broken_files_are_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"config\.json"):

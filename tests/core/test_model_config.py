@@ -34,6 +34,12 @@ def test_a_missing_folder_says_what_to_give(model: str) -> None:
         locate_model(model)
 
 
+@pytest.mark.parametrize("model", ["x" * 5000, "/" + "x" * 5000, "~no-such-user/x"], ids=lambda model: model[:9])
+def test_a_folder_that_cannot_be_looked_at(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model folder .* cannot be looked at: \w+"):
+        locate_model(model)
+
+
 def test_a_missing_gguf_file() -> None:
     with pytest.raises(ConfigError, match=r"model file a/b\.gguf does not exist"):
         locate_model("a/b.gguf")
@@ -90,7 +96,13 @@ def test_reads_plain_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "is no model folder: it has no config.json"), ("{", "cannot be read as JSON"), ("[]", "must hold a JSON")],
+    [
+        (None, "is no model folder: it has no config.json"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "must hold a JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+    ],
+    ids=["none", "cut", "list", "deep"],
 )
 def test_configs_that_cannot_be_read(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:

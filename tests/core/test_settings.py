@@ -192,7 +192,41 @@ def test_a_value_where_a_table_belongs() -> None:
     ]
 
 
+def test_text_that_is_no_table_stays_what_was_written() -> None:
+    assert errors(overrides={"engine": '{dtype="float32"}'}) == [
+        """--set: 'engine' should be a table, not '{dtype="float32"}'"""
+    ]
+
+
+@pytest.mark.parametrize("key", ["", ".engine", "engine.", "engine..dtype", "plugin..x"])
+def test_keys_with_nothing_between_their_dots(key: str) -> None:
+    assert errors(overrides={key: "1"}) == [f"--set: '{key}' is no key: write it as engine.dtype is"]
+    if key == ".engine":
+        assert errors(environ={"MINI_INFER___ENGINE": "1"}) == [
+            "env MINI_INFER___ENGINE: '.engine' is no key: write it as engine.dtype is"
+        ]
+
+
+def test_values_beyond_any_machine() -> None:
+    deep, nines = "[" * 5000, "9" * 400
+    assert errors(overrides={"server.port": deep}) == [
+        f"--set: 'server.port' should be a valid integer, not '{deep[:199]}"
+    ]
+    assert "a size below" in errors(overrides={"engine.kv_cache_memory": nines})[0]
+    limits = {"num_threads": 1024, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**22}
+    for name, most in limits.items():
+        assert errors(overrides={f"engine.{name}": "99999999999"}) == [
+            f"--set: 'engine.{name}' should be less than or equal to {most}, not 99999999999"
+        ]
+    assert errors(overrides={"engine.max_num_seqs": "true"})[0].endswith("should be a valid integer, not 'true'")
+    assert errors(config=write('plugins = "x"\n', "text.toml")) == ["text.toml:1: 'plugins' should be a list, not 'x'"]
+    assert "should match ^(auto|cpu" in errors(overrides={"engine.device": "tpu"})[0]
+
+
 def test_a_file_that_cannot_be_read() -> None:
+    assert errors(config=write(f"a = {'[' * 5000}", "deep.toml")) == ["deep.toml: nested too deeply"]
+    write("\ufeffmodel = 'x'\n", "marked.toml")
+    assert load_settings(config=Path("marked.toml"), environ={}).model == "x"
     assert errors(config=Path("none.toml")) == ["none.toml: cannot read the settings file: No such file or directory"]
     assert errors(config=write("a = 1\nb = = 2\n", "bad.toml")) == ["bad.toml:2: not valid TOML: Invalid value"]
     Path("latin.toml").write_bytes(b'model = "\xff"')

@@ -420,8 +420,20 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, local_files_only=True)
 
 
+def test_a_chat_template_that_is_no_text(tmp_path: Path) -> None:
+    folder = byte_tokenizer().save(tmp_path)
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(ConfigError, match=r"chat template of .* must be text, not 5"):
+        load_tokenizer(folder, local_files_only=True)
+
+
 def test_nothing_heavy_is_imported() -> None:
-    modules = "text.detokenizer text.stop text.hf_tokenizer text.tokenizer testing.tokenizers model.generation_config model.demo"
+    modules = (
+        "text.detokenizer text.stop text.hf_tokenizer text.tokenizer testing.tokenizers "
+        "model.generation_config model.demo"
+    )
     imports = "; ".join(f"import mini_infer.{module}" for module in modules.split())
     check = "import sys; print([m for m in ('torch', 'transformers', 'jinja2', 'tokenizers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", f"{imports}; {check}"], capture_output=True, text=True, check=True)

@@ -149,6 +149,14 @@ def test_names_without_prefix_and_frequencies_that_can_be_computed(tmp_path: Pat
             lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(3, 5)}),
             r"model.layers.0.self_attn.k_proj.weight has shape \[3, 5\], but config.json asks for \[32, 64\]",
         ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64).long()}),
+            "norm.weight holds int64, which is no",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            "lm_head.weight holds float8_e4m3fn, which is no plain weight",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
@@ -168,6 +176,13 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> N
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number above 0, not 0"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than any model has"),
+        ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0, not 'small'"),
+        ("llama", {"rope_theta": float("inf")}, "rope_theta must be a number above 0, not inf"),
+        ("llama", {"architectures": 5}, "architectures must be a list of names, not 5"),
+        ("llama", {"architectures": [5]}, r"architectures must be a list of names, not \[5\]"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, not 'Llama"),
+        ("llama", {"architectures": ["Two\nLines"]}, "^architecture Two Lines is not supported"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\) is not supported"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types names 1 layers of 2"),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, "layer type 'linear_attention' is not supported"),

@@ -83,6 +83,14 @@ def test_a_damaged_header(folder: Path) -> None:
         read(folder)
 
 
+@pytest.mark.parametrize("header", ["[" * 100_000, '{"a": {"data_offsets": ["x", "y"]}}'], ids=["deep", "text"])
+def test_a_header_that_makes_no_sense(header: str, tmp_path: Path) -> None:
+    content = len(header).to_bytes(8, "little") + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: .*; fetch it again"):
+        read(tmp_path)
+
+
 def test_a_missing_shard_is_named_with_a_tensor(tmp_path: Path) -> None:
     save_shards(tmp_path, TENSORS, 3)
     shard(tmp_path).unlink()

@@ -18,7 +18,7 @@ import torch
 
 from mini_infer.build.attention_choice import choose_block_size
 from mini_infer.build.composition import Composition, compose
-from mini_infer.build.kv_memory import plan_kv_memory
+from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
 from mini_infer.choices import Choice
 from mini_infer.engine import Engine, EngineLimits, EngineParts
 from mini_infer.engine.kv_manager import KVManager
@@ -82,10 +82,12 @@ def build_engine(
         ConfigError: settings, model and memory do not fit together.
         PluginError: a plugin cannot be used.
     """
-    composition = compose(settings, modules)
-    transforms = composition.manager.many("model_transforms", composition.context)
-    model = load_checkpoint(composition.found, settings, transforms)
-    return _Builder(composition, model).build(check, clock)
+    with memory_errors_in_plain_words():
+        composition = compose(settings, modules)
+        expect_weights_fit(composition.found.on_paper(), composition.context.device)
+        transforms = composition.manager.many("model_transforms", composition.context)
+        model = load_checkpoint(composition.found, settings, transforms)
+        return _Builder(composition, model).build(check, clock)
 
 
 class _Builder:

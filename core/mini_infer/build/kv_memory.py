@@ -5,6 +5,7 @@ which setting to lower. ``max_model_len = "auto"`` shrinks to what fits; a numbe
 """
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from mini_infer.errors import ConfigError
 from mini_infer.settings import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
 
     from mini_infer.interfaces.model import KVCacheSpec
     from mini_infer.settings import EngineSettings
@@ -70,6 +73,37 @@ def free_memory(device: str) -> tuple[int, int]:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), total
 
 
+def expect_weights_fit(on_paper: "nn.Module", device: str) -> None:
+    """Refuse a model before its memory is asked for: an operating system may grant what it cannot give.
+
+    Raises:
+        ConfigError: its parameters are larger than what is free.
+    """
+    needed, (free, _) = sum(parameter.nbytes for parameter in on_paper.parameters()), free_memory(device)
+    if needed > free:
+        raise ConfigError(
+            f"the model does not fit: its weights need {size(needed)}, {size(free)} are free on {device}: "
+            "free memory, or choose a smaller model or engine.dtype"
+        )
+
+
+@contextmanager
+def memory_errors_in_plain_words() -> "Iterator[None]":
+    """Raises: ConfigError: where torch or Python found no memory."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for the CPU.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "memory ran out while the engine was built: lower engine.max_model_len, engine.max_num_seqs, "
+            "engine.max_num_batched_tokens or the KV cache's size, or choose a smaller model"
+        ) from error
+
+
 def plan_kv_memory(
     settings: "EngineSettings",
     specs: "Sequence[KVCacheSpec]",
@@ -100,6 +134,11 @@ def plan_kv_memory(
         raise ConfigError(
             f"engine.max_model_len {wanted_len} is more than the {model_max_len} tokens that the model was made for"
         )
+    if per_block > free:
+        raise ConfigError(
+            f"the KV cache does not fit: one block needs {size(per_block)}, {size(free)} are free on {device}: "
+            "lower engine.block_size or free memory"
+        )
     useful = settings.max_num_seqs * -(-wanted_len // block_size)
     if settings.num_kv_blocks is not None:
         num_blocks, why = settings.num_kv_blocks, "engine.num_kv_blocks"
@@ -114,7 +153,7 @@ def plan_kv_memory(
     if needed > free:
         raise ConfigError(
             f"the KV cache does not fit: {num_blocks} blocks need {size(needed)}, {size(free)} are free on {device}: "
-            f"lower {why}"
+            f"lower {why.partition(' ')[0]}"
         )
     max_model_len, shrunk = wanted_len, ""
     room = num_blocks * block_size
@@ -129,8 +168,8 @@ def plan_kv_memory(
         )
     if num_blocks < 1:
         raise ConfigError(
-            f"the KV cache does not fit: one block needs {size(per_block)}, {size(free)} are free on {device}: "
-            "lower engine.block_size or free memory"
+            f"the KV cache does not fit: one block needs {size(per_block)}, {why} gives less: "
+            "raise engine.kv_cache_memory or lower engine.block_size"
         )
     note = (
         f"KV cache: {num_blocks} blocks of {block_size} = {room} tokens, {size(num_blocks * per_block)} ({why}); "

@@ -4,6 +4,7 @@ Contract: a family that is ``layers.DecoderForCausalLM`` writes ``decoder_config
 those of transformers; a key that we would have to ignore for right answers is a ``ConfigError``, naming it.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mini_infer.layers.decoder import DecoderConfig
+
+MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,20 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
         return value
+
+    def layers(self) -> int:
+        """``num_hidden_layers``."""
+        layers = self.size("num_hidden_layers")
+        if layers > MAX_LAYERS:
+            raise ConfigError(f"config.json: num_hidden_layers {layers} is more than any model has ({MAX_LAYERS})")
+        return layers
+
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.hf.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"config.json: {key} must be a number above 0, not {value!r}")
+        return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
@@ -56,7 +73,7 @@ class HFConfig:
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window as Qwen's configs state it, None for full attention."""
-        layers = self.size("num_hidden_layers")
+        layers = self.layers()
         window = self.window() if self.flag("use_sliding_window") else None
         kinds = self.hf.get("layer_types")
         if kinds is None:
@@ -144,8 +161,8 @@ def read_decoder_config(
         num_heads=num_heads,
         num_kv_heads=reader.size("num_key_value_heads", num_heads),
         head_dim=reader.size("head_dim", head_dim or hidden_size // num_heads),
-        rms_norm_eps=float(config.hf.get("rms_norm_eps", 1e-6)),
-        sliding_windows=sliding_windows or (None,) * reader.size("num_hidden_layers"),
+        rms_norm_eps=reader.positive("rms_norm_eps", 1e-6),
+        sliding_windows=sliding_windows or (None,) * reader.layers(),
         dtype=config.dtype,
         qkv_bias=qkv_bias,
         o_bias=o_bias,

@@ -265,7 +265,9 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ValueError, naming both shapes, if ``tensor`` has another."""
+    """Raises ValueError if ``tensor`` has another shape (both are named), or is quantised: no plain numbers."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise ValueError(f"holds {str(tensor.dtype).removeprefix('torch.')}, which is no plain weight")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"has shape {list(tensor.shape)}, but config.json asks for {list(shape)}")
 

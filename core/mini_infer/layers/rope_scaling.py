@@ -68,7 +68,7 @@ def scaled_max_position_embeddings(hf: Mapping[str, Any]) -> int:
 
 def _number(settings: Mapping[str, Any], key: str) -> float:
     value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"config.json: {key} must be a number above 0, not {value!r}")
     return value
 

@@ -34,9 +34,13 @@ def locate_model(model: str, *, revision: str | None = None, offline: bool = Fal
     Raises:
         ConfigError: there is no such thing, or the Hub refuses.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # no permission, too long a name, no such user
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"model folder {model:.200} cannot be looked at: {reason}") from error
     if model.endswith(".gguf"):
         raise ConfigError(f"model file {model} does not exist; check the path")
     if not _HUB_ID.fullmatch(model) or model.startswith("."):
@@ -94,7 +98,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is no model folder: it has no {CONFIG}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {_first_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object")

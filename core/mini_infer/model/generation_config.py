@@ -146,7 +146,8 @@ class _Reader:
         value = self._content.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or value == math.inf:
             raise self._wrong(
                 key, f"a number of at least {least}" + (f" and at most {most}" if most < math.inf else "")
             )
@@ -165,7 +166,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"cannot read {path}: it holds no JSON object")

@@ -25,10 +25,13 @@ def choose_adapter(adapters: "Sequence[ModelAdapter]", hf: Mapping[str, Any]) ->
         ConfigError: none does; those supported are listed.
     """
     architectures = hf.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ConfigError(f"config.json: architectures must be a list of names, not {architectures!r:.80}")
     for adapter in adapters:
         if any(name in adapter.architectures for name in architectures):
             return adapter
-    wanted = "architecture " + " or ".join(architectures) if architectures else "a config.json without architectures"
+    names = " or ".join(" ".join(name.split()) for name in architectures)
+    wanted = f"architecture {names}" if architectures else "a config.json without architectures"
     supported = ", ".join(sorted({name for adapter in adapters for name in adapter.architectures})) or "none"
     raise ConfigError(f"{wanted} is not supported; supported: {supported}")
 

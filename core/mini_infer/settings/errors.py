@@ -43,7 +43,7 @@ def error_lines(
     for key, messages in wrong.items():
         text = " or ".join(dict.fromkeys(messages)).replace(" or should be ", " or ")
         if key in inputs:
-            text = f"'{key}' {text}, not {inputs[key]!r}"
+            text = f"'{key}' {text}, not {inputs[key]!r:.200}"
         lines.append(f"{_source(key, sources)}: {text}")
     return lines
 
@@ -66,6 +66,10 @@ def _expected(detail: ErrorDetails) -> str:
         return "is missing"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
+    if detail["type"] == "tuple_type":
+        return "should be a list"
+    if detail["type"] == "string_pattern_mismatch":
+        return f"should match {detail['ctx']['pattern']}"
     return detail["msg"].removeprefix("Input ").partition(", unable")[0]
 
 

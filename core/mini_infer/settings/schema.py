@@ -38,7 +38,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError("should be 'auto' or a size such as '12GiB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= 2**63:
+        raise ValueError("should be 'auto' or a size below 8 million TiB")
+    return int(size)
 
 
 def _size_or_auto(text: str) -> str:
@@ -80,9 +83,11 @@ class EngineSettings(BaseModel):
     max_model_len: Count | Literal["auto"] = Field(
         default="auto", description="longest prompt + output in tokens; auto: the checkpoint's, shrunk to what fits"
     )
-    max_num_seqs: Count = Field(default=256, description="requests in one step")
-    max_num_batched_tokens: Count = Field(default=8192, description="tokens in one step")
-    num_threads: Count | None = Field(default=None, description="torch's threads; unset: left alone")
+    max_num_seqs: Count = Field(default=256, le=2**16, description="requests in one step")
+    max_num_batched_tokens: Count = Field(default=8192, le=2**22, description="tokens in one step")
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="torch's threads; unset: left alone"
+    )
     skip_tokenizer: bool = Field(default=False, description="prompts and outputs are token ids only")
     overlap: bool | Literal["auto"] = Field(
         default="auto", description="prepare the next step while the device runs this one; auto: on a GPU"

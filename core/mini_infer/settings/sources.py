@@ -67,12 +67,14 @@ def file_layer(path: Path, settings_cls: type[BaseSettings]) -> Layer:
         ConfigError: the file is missing or is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         place = re.search(r" \(at line (\d+), column \d+\)", str(e))
         line = f":{place[1]}" if place else ""
         raise ConfigError(f"{path}{line}: not valid TOML: {str(e).split(' (at ')[0]}") from e
+    except RecursionError as e:
+        raise ConfigError(f"{path}: nested too deeply") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 text") from e
     except OSError as e:
@@ -118,6 +120,8 @@ def read_text(text: str, annotation: Any) -> Any:
     nearest: Any = text
     for strict in (True, False):
         for value in _readings(text):
+            if isinstance(value, bool) and not strict:  # true is no 1
+                continue
             try:
                 return adapter.validate_python(value, strict=strict)
             except ValidationError as e:
@@ -136,8 +140,8 @@ def read_texts(
         dotted = f"{key}.{name}" if key else name
         if field is None:
             read[name] = value
-        elif isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            read[name] = read_texts(value, field.annotation, dotted, sources)
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            read[name] = read_texts(value, field.annotation, dotted, sources) if isinstance(value, dict) else value
         elif isinstance(value, str) and is_text(sources.get(dotted, "")):
             read[name] = read_text(value, Annotated[field.annotation, *field.metadata, None])
         else:
@@ -150,6 +154,9 @@ def _layer(items: list[tuple[tuple[str, ...], Any, str]], settings_cls: type[Bas
     origins: dict[str, str] = {}
     problems = []
     for key, value, source in items:
+        if not all(key):
+            problems.append(f"{source}: '{'.'.join(key)}' is no key: write it as engine.dtype is")
+            continue
         table = values
         for part in key[:-1]:
             table = table.setdefault(part, {})
@@ -175,8 +182,8 @@ def _leaves(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[
 
 def _readings(text: str) -> Iterator[Any]:
     yield text
-    with contextlib.suppress(tomllib.TOMLDecodeError):
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):
         yield tomllib.loads(f"value = {text}")["value"]
-    with contextlib.suppress(json.JSONDecodeError):
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
         yield json.loads(text)
     yield [part.strip() for part in text.split(",") if part.strip()]

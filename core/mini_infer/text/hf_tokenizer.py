@@ -167,12 +167,14 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None, local_file
             str(model), revision=revision, local_files_only=local_files_only, trust_remote_code=False
         )
     except Exception as error:  # a broken file raises whatever its reader raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"no usable tokenizer in {model}: {reason} (engine.skip_tokenizer = true serves token ids without one)"
         ) from error
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(f"the tokenizer in {model} has no fast form: a tokenizer.json is needed")
+    if not isinstance(hf.chat_template, str | dict | None):
+        raise ConfigError(f"the chat template of {model} must be text, not {hf.chat_template!r:.80}")
     return HFTokenizer(hf)
 
 

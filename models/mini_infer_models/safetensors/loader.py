@@ -64,7 +64,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = dict(content["weight_map"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{index} is no index of safetensors files ({error}); fetch it again") from error
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
@@ -109,8 +109,8 @@ def damage(file: Path) -> str | None:
             return f"it ends within its header, after {size} bytes"
         try:
             header: dict[str, Any] = json.loads(opened.read(data_start - 8))
-            ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            ends = {name: int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return None
     cut = sorted((end, name) for name, end in ends.items() if data_start + end > size)
     if not cut:
