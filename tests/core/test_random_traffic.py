@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_infer.testing.engines import make_engine, tiny_model
+from mini_infer.interfaces import SamplingParams
+from mini_infer.messages import EngineRequest
+from mini_infer.testing.engines import make_engine, run_engine, tiny_model
 from mini_infer.testing.reference import Equality, reference_of
 from mini_infer.testing.traffic import check_traffic, random_traffic
 
@@ -32,3 +34,14 @@ def test_random_traffic(kinds: tuple[str, ...]) -> None:
 
     run()
     assert num_preemptions >= NUM_TRAFFICS / 2, f"{num_preemptions} preemptions: the engines were not tight"
+
+
+@pytest.mark.parametrize("budget", [100, 300, 700])
+def test_a_long_prompt_is_scored_whole(budget: int) -> None:
+    """Log-probabilities of prompts are made in stretches, and in as many steps as the budget asks for."""
+    model = tiny_model("toy", vocab_size=VOCAB_SIZE, hidden_size=32, head_dim=8, max_position_embeddings=800)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    prompt = Random(budget).choices(range(VOCAB_SIZE), k=650)
+    requests = [EngineRequest(request_id=str(n), prompt_token_ids=prompt[:n], params=params) for n in (650, 2, 1, 258)]
+    engine = make_engine(model, max_num_seqs=4, max_num_batched_tokens=budget).engine
+    Equality(reference_of(model)).check(requests, run_engine(engine, requests))
