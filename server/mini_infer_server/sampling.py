@@ -32,7 +32,7 @@ _TAKEN_AS_THEY_ARE = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
 )  # fmt: skip
-_TOKEN_ID = re.compile(r"-?\d{1,18}")
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _CHAT_REFUSED = (
     "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "audio", "web_search_options",
     "reasoning_effort", "verbosity",
@@ -115,7 +115,14 @@ def _extensions(others: Mapping[str, msgspec.Raw], frontend: Frontend) -> dict[s
     if not _is_null(others.get("script")) and "script" not in frontend.facts.extensions:
         raise APIError(400, "script is for the model 'script' alone", param="script", code="unsupported_field")
     taken = [name for name in frontend.facts.extensions if not _is_null(others.get(name))]
-    return {name: msgspec.json.decode(others[name]) for name in taken}
+    return {name: _decoded(name, others[name]) for name in taken}
+
+
+def _decoded(name: str, raw: msgspec.Raw | None) -> Any:
+    try:
+        return msgspec.json.decode(raw or b"null")
+    except msgspec.DecodeError as error:  # valid JSON, but for a number that no float can hold
+        raise APIError(400, f"{name}: {str(error).partition(' - at ')[0]}", param=name, code="invalid_type") from error
 
 
 def _token_id(key: str) -> int:
@@ -134,7 +141,7 @@ def _refuse_formats(response_format: Any, modalities: msgspec.Raw | None) -> Non
                 param="response_format",
                 code="unsupported_field",
             )
-    if not _is_null(modalities) and msgspec.json.decode(modalities or b"") != ["text"]:
+    if not _is_null(modalities) and _decoded("modalities", modalities) != ["text"]:
         raise _unsupported("modalities")
 
 

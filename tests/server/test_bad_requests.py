@@ -37,7 +37,8 @@ NULL_FREE: list[tuple[str, Any]] = [
     ("stop_token_ids", [384]), ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", 5),
     ("logit_bias", {"384": 5}), ("logit_bias", {"350": 1}), ("logit_bias", {"-1": 5}), ("logit_bias", {"1" * 13: 5}),
     ("logit_bias", {"abc": 5}), ("logit_bias", {"1" * 5000: 5}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": "x"}),
-    ("logit_bias", {str(i): 1 for i in range(5000)}), ("logit_bias", []),
+    ("logit_bias", {str(i): 1 for i in range(5000)}), ("logit_bias", []), ("logit_bias", {"05": 1}),
+    ("logit_bias", {"٣": 1}), ("logit_bias", {"-0": 1}), ("logit_bias", {" 5": 1}),
     ("min_tokens", -1), ("ignore_eos", 1), ("include_stop_str_in_output", "yes"),
     ("priority", 2**40), ("priority", 1.0), ("deadline_ms", 0), ("deadline_ms", -1), ("deadline_ms", "soon"),
     ("cache_salt", 5), ("model", 5), ("stream", "yes"), ("stream", 1), ("stream_options", {"include_usage": 5}),
@@ -140,6 +141,12 @@ def test_bodies_that_are_no_request(idle: Served, body: bytes) -> None:
         response = idle.http.post(path, content=body, headers=JSON)
         assert response.status_code == 400, response.text
         error_of(response)
+
+
+@pytest.mark.parametrize("field", ["modalities", "script"])
+def test_numbers_that_no_float_can_hold(idle: Served, field: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "{field}": [1e999]}}'
+    check(idle, idle.http.post("/v1/chat/completions", content=body, headers=JSON), 400, field)
 
 
 def test_deep_but_not_too_deep(server: Served) -> None:

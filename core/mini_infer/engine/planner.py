@@ -54,9 +54,14 @@ class _Step:
     grants: list[tuple[Request, Grant]] = field(default_factory=list)
     new: list[NewRow] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    _granted: set[int] = field(default_factory=set)
+
+    def grant(self, request: Request, grant: Grant) -> None:
+        self.grants.append((request, grant))
+        self._granted.add(id(request))
 
     def granted(self, request: Request) -> bool:
-        return any(other is request for other, _ in self.grants)
+        return id(request) in self._granted
 
 
 class Planner:
@@ -204,7 +209,7 @@ class Planner:
             new_block_ids=request.block_ids[first_new:],
             draft_token_ids=request.draft_token_ids[:drafts],
         )
-        step.grants.append((request, grant))
+        step.grant(request, grant)
 
     def _admit(self, step: _Step, request: Request) -> None:
         self.table.run(request)
