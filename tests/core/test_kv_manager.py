@@ -197,6 +197,25 @@ def test_a_failed_demotion_changes_nothing_and_a_failed_promotion_forgets_the_so
     kv.check_integrity([])
 
 
+def test_a_request_waits_once_for_each_block() -> None:
+    """Else a policy that moves blocks to and fro would hold it back for ever."""
+    policy = KeepAll(host=4)
+    kv = KVManager(4, BLOCK, policy)
+    for copy in demoted(kv, policy):
+        kv.end_copy(copy.copy_id, done=True)
+    waiting, other = make(9), make(16, first=50)
+    for loads in (True, False):
+        kv.copies([waiting], 0.0)
+        policy.asks = [Promote(key, tier) for key, tier in policy.wanted]
+        copies = kv.copies([waiting], 0.0)
+        policy.asks = []
+        assert len(copies) == 2 and kv.is_loading(waiting) is loads
+        for copy in copies:
+            kv.end_copy(copy.copy_id, done=True)
+        assert kv.grow(other, 16) is not None, "what was promoted is evicted again"
+        kv.release(other)
+
+
 def test_impossible_copies_are_dropped_and_unknown_tiers_refused() -> None:
     policy = KeepAll(host=1)
     kv = KVManager(4, BLOCK, policy)
