@@ -120,7 +120,7 @@ def _check_numbers(params: SamplingParams) -> None:
     number("min_p", 0.0, 1.0, "must be a number from 0 to 1")
     number("presence_penalty", -2.0, 2.0, "must be a number from -2 to 2")
     number("frequency_penalty", -2.0, 2.0, "must be a number from -2 to 2")
-    number("repetition_penalty", 1e-3, 1e3, "must be a positive number")
+    number("repetition_penalty", 1e-3, 1e3, "must be a number from 0.001 to 1000")
 
 
 def _check_stops(params: SamplingParams) -> None:
