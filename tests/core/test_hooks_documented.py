@@ -74,7 +74,7 @@ def test_the_example_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Monke
     assert source is not None and settings is not None
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("my_plugins").mkdir()
-    tmp_path.joinpath("my_plugins", "ban_tokens.py").write_text(source[1])
+    tmp_path.joinpath("my_plugins", "never_say.py").write_text(source[1])
     tmp_path.joinpath("mini-infer.toml").write_text(settings[1].replace('"default", ', ""))
     assert tomllib.loads(settings[1])["plugins"][0] == "default"
     manager = PluginManager(load_settings(environ={}), device="cpu")

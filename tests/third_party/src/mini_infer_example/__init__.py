@@ -1,0 +1,1 @@
+"""Plugins for Mini-Infer from outside: ``shortest-prompt-first`` and ``ban-tokens``."""
