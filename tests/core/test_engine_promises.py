@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mini_infer.errors import PluginError
 from mini_infer.interfaces import (
     BlockKey,
     BlockRef,
@@ -304,6 +305,30 @@ def test_steps_in_flight_that_fail_alike_end_the_culprit_alone() -> None:
     alone = run_engine(make_engine("toy").engine, asked[1:])
     assert {name: outputs[name].token_ids for name in alone} == {name: o.token_ids for name, o in alone.items()}
     assert_idle(engine)
+
+
+class Raises(CachePolicy):
+    """Breaks down where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def keep(self, block: CachedBlock) -> bool:
+        if self.where == "keep":
+            raise ValueError("lost count")
+        return True
+
+    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+        raise ValueError("lost count")
+
+
+@pytest.mark.parametrize("where", ["keep", "evict"])
+def test_a_policy_that_raises_ends_the_engine_and_is_named(where: str) -> None:
+    """It is asked while a step is read; that is no fault of the requests in it."""
+    plugins = [Plugin("cache_policy", Raises(where))]
+    engine = make_engine("toy", plugins=plugins, block_size=4, num_kv_blocks=6).engine
+    with pytest.raises(PluginError, match="cache policy Raises failed: ValueError: lost count"):
+        run_engine(engine, [request(f"r{i}", range(i, i + 15)) for i in range(3)])
 
 
 # -- step runners -----------------------------------------------------------------------------------------------------

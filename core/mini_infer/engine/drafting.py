@@ -6,6 +6,7 @@ overlapped. A proposer says what may follow; what stands is the core's to decide
 
 from typing import TYPE_CHECKING
 
+from mini_infer.engine.asking import Asking
 from mini_infer.errors import PluginError
 
 if TYPE_CHECKING:
@@ -21,13 +22,17 @@ class Drafting:
 
     def __init__(self, proposer: "Proposer | None", vocab_size: int) -> None:
         self._proposer = proposer
+        self._asking = Asking("proposer", proposer)
         self._vocab_size = vocab_size
         self._width = 0  # of the coming step
 
     def decide(self, running: "Sequence[Request]") -> bool:
         """Whether the coming step shall have drafts, so that the steps before it must be read first; asked once."""
         num_decoding = 0 if self._proposer is None else len(_decoding(running))
-        self._width = 0 if self._proposer is None or not num_decoding else self._proposer.width(num_decoding)
+        self._width = 0
+        if self._proposer is not None and num_decoding:
+            with self._asking:
+                self._width = self._proposer.width(num_decoding)
         return self._width > 0
 
     def propose(self, running: "Sequence[Request]") -> None:
@@ -36,7 +41,8 @@ class Drafting:
         requests = [] if proposer is None else [r for r in _decoding(running) if not r.in_flight]
         if proposer is None or not requests or self._width == 0:
             return
-        drafts = proposer.propose(requests)
+        with self._asking:
+            drafts = proposer.propose(requests)
         name = type(proposer).__name__
         if len(drafts) != len(requests):
             raise PluginError(f"proposer {name} drafted for {len(drafts)} requests of {len(requests)}")
@@ -49,7 +55,8 @@ class Drafting:
     def observe(self, request: "Request", grant: "Grant", row: "RowOutput") -> None:
         """Tell the proposer how a step's drafts fared."""
         if self._proposer is not None and grant.draft_token_ids:
-            self._proposer.observe(request.request_id, len(grant.draft_token_ids), len(row.token_ids) - 1)
+            with self._asking:
+                self._proposer.observe(request.request_id, len(grant.draft_token_ids), len(row.token_ids) - 1)
 
 
 def _decoding(running: "Sequence[Request]") -> "list[Request]":

@@ -8,6 +8,7 @@ block ids: one id names a slice of every layer's cache, so a request has one blo
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mini_infer.engine.asking import Asking
 from mini_infer.engine.block_pool import BlockPool, BlockState
 from mini_infer.engine.prefix_index import PrefixIndex, block_key
 from mini_infer.engine.request import Request
@@ -35,6 +36,7 @@ class KVManager:
     def __init__(self, num_blocks: int, block_size: int, policy: CachePolicy) -> None:
         self.block_size = block_size
         self.policy = policy
+        self._asking = Asking("cache policy", policy)
         self.device = BlockPool(num_blocks)
         self.pools = {DEVICE_TIER: self.device} | {tier: BlockPool(size) for tier, size in policy.tiers().items()}
         self.launched_step = 0
@@ -93,7 +95,8 @@ class KVManager:
         for block_id in blocks:
             self.device.hold(block_id)
         if blocks:
-            self.policy.touch(request.block_keys[: len(blocks)])
+            with self._asking:
+                self.policy.touch(request.block_keys[: len(blocks)])
         request.block_ids = blocks
         request.num_keyed_blocks = len(blocks)
         request.num_computed_tokens = len(blocks) * self.block_size
@@ -132,7 +135,8 @@ class KVManager:
             if self.device.is_last_holder(block_id):
                 key = self._index.key_of(DEVICE_TIER, block_id)
                 if key is not None:
-                    keep = self.policy.keep(CachedBlock(key, self._index.depth(key), DEVICE_TIER, held=False))
+                    with self._asking:
+                        keep = self.policy.keep(CachedBlock(key, self._index.depth(key), DEVICE_TIER, held=False))
                     if not keep:
                         self._index.remove(DEVICE_TIER, block_id)
             self.device.release(block_id, keep=keep, after_step=self.launched_step)
@@ -167,7 +171,9 @@ class KVManager:
             num_total={tier: pool.num_blocks for tier, pool in self.pools.items()},
             wanted=[found for request in waiting for found in self._wanted(request)],
         )
-        copies = (self._start(wish) for wish in self.policy.wishes(view))
+        with self._asking:
+            wishes = list(self.policy.wishes(view))
+        copies = (self._start(wish) for wish in wishes)
         return [copy for copy in copies if copy is not None]
 
     def end_copy(self, copy_id: int, *, done: bool) -> None:
@@ -177,7 +183,8 @@ class KVManager:
         arrived = done and self._index.copied(move.key, move.target.tier, move.target.block_id)
         self.pools[move.target.tier].end_copy(move.target.block_id, keep=arrived)
         if arrived:
-            self.policy.arrived(move.target.tier, move.key)
+            with self._asking:
+                self.policy.arrived(move.target.tier, move.key)
         demoted = move.source.tier == DEVICE_TIER
         stays = (not arrived) if demoted else done  # a source that cannot be read is not tried again
         if not stays:
@@ -221,7 +228,8 @@ class KVManager:
     def _evict(self, tier: str, count: int) -> None:
         pool = self.pools[tier]
         by_key = {key: b for b in pool.cached if (key := self._index.key_of(tier, b)) is not None}
-        chosen = list(self.policy.evict(tier, list(by_key), count))[:count]
+        with self._asking:
+            chosen = list(self.policy.evict(tier, list(by_key), count))[:count]
         if len(set(chosen)) != count or not by_key.keys() >= set(chosen):
             name = type(self.policy).__name__
             raise PluginError(f"cache policy {name} was asked for {count} of {len(by_key)} blocks and chose wrongly")
@@ -232,7 +240,8 @@ class KVManager:
     def _forget(self, block: BlockRef) -> None:
         key = self._index.remove(block.tier, block.block_id)
         if key is not None:
-            self.policy.gone(block.tier, key)
+            with self._asking:
+                self.policy.gone(block.tier, key)
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ that breaks the rules is a ``PluginError``. Waiting work that nothing will ever 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mini_infer.engine.asking import Asking
 from mini_infer.engine.kv_manager import KVManager
 from mini_infer.engine.request import Request, Status
 from mini_infer.errors import PluginError
@@ -79,6 +80,7 @@ class Planner:
         self, scheduler: Scheduler, kv: KVManager, table: RequestTable, token_budget: int, max_num_seqs: int
     ) -> None:
         self.scheduler = scheduler
+        self._asking = Asking("scheduler", scheduler)
         self.kv = kv
         self.table = table
         self.token_budget = token_budget
@@ -94,9 +96,10 @@ class Planner:
         step = _Step(self.token_budget)
         self.wake_at, self._short = None, False
         if view.running or view.waiting:
-            schedule = self.scheduler.schedule(view)
-            self.wake_at = schedule.wake_at
-            requests = self._check(schedule.wishes, view)
+            with self._asking:
+                schedule = self.scheduler.schedule(view)
+                self.wake_at = schedule.wake_at
+                requests = self._check(schedule.wishes, view)
             for wish, request in zip(schedule.wishes, requests, strict=True):
                 self._grant(step, request, wish)
         self.preempted = step.preempted
@@ -252,7 +255,8 @@ class Planner:
     def _victim(self, asker: Request, candidates: list[Request]) -> Request:
         by_view: dict[int, Request] = {id(r.view): r for r in (*candidates, asker)}
         views: list[RequestView] = [r.view for r in candidates]
-        chosen = self.scheduler.victim(asker.view, views)
+        with self._asking:
+            chosen = self.scheduler.victim(asker.view, views)
         if id(chosen) not in by_view:
             raise PluginError(f"scheduler {type(self.scheduler).__name__} named a victim that was not on offer")
         return by_view[id(chosen)]
