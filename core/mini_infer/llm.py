@@ -136,7 +136,8 @@ class LLM:
         Raises:
             RequestError: as ``generate``, or the chat template does not take the messages.
         """
-        chats = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = messages if several else [messages]
         each = self._params_of_each(sampling_params, len(chats), lambda: self.frontend.sampling_params(max_tokens=None))
         return self._run(
             [
@@ -267,5 +268,7 @@ def _listed(prompts: str | Mapping[str, Any] | Sequence[Any]) -> Sequence[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     tolist = getattr(prompts, "tolist", None)  # arrays and tensors
-    listed: Sequence[Any] = prompts if tolist is None else tolist()
+    listed: Any = prompts if tolist is None else tolist()
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+        raise RequestError(f"prompts must be text, token ids, or a list of them, not {type(prompts).__name__}")
     return [listed] if len(listed) > 0 and isinstance(listed[0], int) else listed

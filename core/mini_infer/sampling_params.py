@@ -5,7 +5,7 @@ without a model is checked here; token ids are checked against the vocabulary wh
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -65,10 +65,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     extensions: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        # Normalised once: everything downstream sees a tuple.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        # Normalised once: everything downstream sees tuples and dicts; None, as in vLLM's API, is nothing of it.
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            listed = () if value is None else (value,) if isinstance(value, str) else value
+            _check(isinstance(listed, Collection) and not isinstance(listed, bytes), name, "must be a list")
+            msgspec.structs.force_setattr(self, name, tuple(listed))
+        for name in ("logit_bias", "extensions"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, dict), name, "must be a dict")
+            msgspec.structs.force_setattr(self, name, value or {})
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _check(isinstance(getattr(self, name), bool), name, "must be true or false")
         _check_integers(self)
         _check_numbers(self)
         _check_stops(self)
@@ -134,5 +142,7 @@ def _check_bias(params: SamplingParams) -> None:
     _check(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"takes at most {MAX_LOGIT_BIAS} entries")
     _check(all(_is_int(i) and i >= 0 for i in bias), "logit_bias", "must map token ids >= 0")
     _check(
-        all(math.isfinite(v) and -100 <= v <= 100 for v in bias.values()), "logit_bias", "values must be -100 to 100"
+        all(isinstance(v, int | float) and -100 <= v <= 100 for v in bias.values()),
+        "logit_bias",
+        "values must be -100 to 100",
     )

@@ -66,6 +66,23 @@ def test_a_request_that_the_engine_refuses_leaves_nothing_behind() -> None:
     assert llm.generate("a", playing("x"))[0].outputs[0].text == "x"
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, {1, 2}, b"ab", [b"ab"], [None], ["a", 5], {}, {"prompt": None}, {"prompt_token_ids": None},
+     {"prompt_token_ids": 5}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_prompt(prompts: Any) -> None:
+    with pytest.raises(RequestError, match="must be text"):
+        scripted(FakeEngine()).generate(prompts)
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "hi"}, [], [5]], ids=str)
+def test_what_is_no_chat(messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        scripted(FakeEngine()).chat(messages)
+
+
 def test_n_choices() -> None:
     engine = FakeEngine(lambda request: [97 + request.choice, EOS])
     out = LLM.from_engine(fake_built(engine)).generate("a", SamplingParams(n=3))[0]  # type: ignore[arg-type]

@@ -109,21 +109,22 @@ class Frontend:
 
     def _token_ids(self, prompt: str | Sequence[int] | Mapping[str, Any]) -> tuple[str | None, list[int]]:
         given: Any = prompt
+        text = None
         if isinstance(prompt, Mapping):
+            text = given = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            given = prompt.get("prompt")
+                given = prompt["prompt_token_ids"]
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: give token ids", param="prompt")
             return given, self._check.encode(self.tokenizer, given, "prompt")
         tolist = getattr(given, "tolist", None)  # arrays and tensors
         ids = given if tolist is None else tolist()
-        if not isinstance(ids, Sequence):
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
             raise RequestError(
                 f"a prompt must be text or a list of token ids, not {type(given).__name__}", param="prompt"
             )
-        return None, list(ids)
+        return text, list(ids)
 
     def _make(
         self,
