@@ -1,12 +1,13 @@
-"""The order of waiting requests: fewest prompt tokens left to compute, less what each has waited."""
+"""Short prompts first: an order of waiting requests, and a scheduler made of it and two policies of the core."""
 
 from collections.abc import Sequence
 
-from mini_infer.interfaces import OrderPolicy, RequestView
+from mini_infer.interfaces import OrderPolicy, RequestView, Scheduler
+from mini_infer.reference.scheduler import ComposedScheduler, LastArrived, WholePrompts
 
 
 class ShortestFirst(OrderPolicy):
-    """Shortest first, with ageing.
+    """Fewest tokens left to compute first, less what each has waited.
 
     Args:
         ageing: tokens a second. A prompt of L tokens waits at most L / ``ageing`` seconds for others that came later.
@@ -18,3 +19,8 @@ class ShortestFirst(OrderPolicy):
     def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
         """The same requests; of two alike the one that came first."""
         return sorted(waiting, key=lambda r: r.num_tokens_to_do - self._ageing * (now - r.arrival))
+
+
+def shortest_prompt_first(ageing: float) -> Scheduler:
+    """Whole prompts, the shortest first; where blocks run out the last arrived yields."""
+    return ComposedScheduler(ShortestFirst(ageing), LastArrived(), WholePrompts())

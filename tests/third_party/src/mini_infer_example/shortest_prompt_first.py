@@ -31,7 +31,6 @@ class Settings(BaseModel):
 
 @hookimpl
 def scheduler(context: BuildContext) -> Scheduler:
-    from mini_infer.reference.scheduler import ComposedScheduler, LastArrived, WholePrompts
-    from mini_infer_example.shortest_first import ShortestFirst
+    from mini_infer_example.shortest_first import shortest_prompt_first
 
-    return ComposedScheduler(ShortestFirst(context.settings_of(name, Settings).ageing), LastArrived(), WholePrompts())
+    return shortest_prompt_first(context.settings_of(name, Settings).ageing)
