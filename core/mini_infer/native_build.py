@@ -25,6 +25,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from mini_infer.errors import ConfigError
+from mini_infer.model.cache import cache_root
+
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _MINUTES = 5  # after which a compiler is given up
 _BUILD_FOLDER = ".build-"
@@ -72,7 +75,7 @@ class NativeBuild:
             else:
                 self.status = f"being built in the background with {compiler}; plain PyTorch until then"
                 self._thread = threading.Thread(target=self._build, args=(compiler, target, log), daemon=True)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+        except (OSError, RuntimeError, ConfigError, subprocess.SubprocessError) as e:
             self._fail(e)
         log(f"{self.name}: {self.status}")
         if self._thread is not None:
@@ -168,8 +171,7 @@ def _torch_openmp() -> Path | None:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "mini-infer" / "native"
+    folder = cache_root() / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _expect_private(folder)
     return folder

@@ -177,6 +177,8 @@ def test_generate_prints_each_answer(llm: FakeLLM) -> None:
 def test_generate_refuses_what_cannot_be_answered(llm: FakeLLM) -> None:
     assert run("generate", text="").stderr == "a prompt is empty: give some text\n"
     assert run("generate", "x", "--temperature", "-1").exit_code == 2
+    for option in ("--batch-size", "--iterations", "--input-len", "--output-len"):
+        assert "is not in the range x>=1" in run("bench", "latency", option, "0").stderr
     llm.error = "not a number in the logits"
     result = run("generate", "x")
     assert (result.exit_code, result.stderr) == (2, "not a number in the logits\n")

@@ -83,3 +83,13 @@ def test_the_cache_is_where_the_user_wants_it(tmp_path: Path, monkeypatch: pytes
     for unset in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
         assert cache_root() == tmp_path / "home" / ".cache" / "mini-infer"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    with pytest.raises(ConfigError, match="no home folder to keep a cache in: set HOME or XDG_CACHE_HOME"):
+        cache_root()

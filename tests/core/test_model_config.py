@@ -36,8 +36,14 @@ def test_a_missing_folder_says_what_to_give(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["x" * 5000, "/" + "x" * 5000, "~no-such-user/x"], ids=lambda model: model[:9])
 def test_a_folder_that_cannot_be_looked_at(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"^model folder .* cannot be looked at: \w+"):
+    with pytest.raises(ConfigError, match=r"^model folder .* cannot be read: \w+"):
         locate_model(model)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may read all
+    with pytest.raises(ConfigError, match=r"^model folder .* cannot be read: Permission denied$"):
+        locate_model(str(tmp_path))
 
 
 def test_a_missing_gguf_file() -> None:

@@ -91,6 +91,17 @@ def test_a_header_that_makes_no_sense(header: str, tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_shards(tmp_path, TENSORS)
+
+    def locked(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", locked)  # root may read all
+    with pytest.raises(ConfigError, match=r"\.safetensors cannot be read: Permission denied$"):
+        read(tmp_path)
+
+
 def test_a_missing_shard_is_named_with_a_tensor(tmp_path: Path) -> None:
     save_shards(tmp_path, TENSORS, 3)
     shard(tmp_path).unlink()

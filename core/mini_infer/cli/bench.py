@@ -13,6 +13,8 @@ import click
 
 from mini_infer.cli.common import PlainCommand, open_llm, print_table, read_settings, settings_options
 
+COUNT = click.IntRange(min=1)
+
 
 @click.group()
 def bench() -> None:
@@ -22,16 +24,18 @@ def bench() -> None:
 def _lengths(command: Any) -> Any:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
-        click.option("--output-len", default=128, show_default=True, help="Tokens to generate for each request."),
-        click.option("--input-len", default=128, show_default=True, help="Tokens of each prompt."),
+        click.option(
+            "--output-len", default=128, type=COUNT, show_default=True, help="Tokens to generate for each request."
+        ),
+        click.option("--input-len", default=128, type=COUNT, show_default=True, help="Tokens of each prompt."),
     ):
         command = option(command)
     return command
 
 
 @bench.command(cls=PlainCommand)
-@click.option("--batch-size", default=1, show_default=True, help="Requests at once.")
-@click.option("--iterations", default=3, show_default=True, help="Times to measure; the best counts.")
+@click.option("--batch-size", default=1, type=COUNT, show_default=True, help="Requests at once.")
+@click.option("--iterations", default=3, type=COUNT, show_default=True, help="Times to measure; the best counts.")
 @_lengths
 @settings_options
 def latency(batch_size: int, iterations: int, input_len: int, output_len: int, as_json: bool, **options: Any) -> None:
@@ -44,7 +48,7 @@ def latency(batch_size: int, iterations: int, input_len: int, output_len: int, a
 
 
 @bench.command(cls=PlainCommand)
-@click.option("--num-prompts", default=64, show_default=True, help="Requests, all there at once.")
+@click.option("--num-prompts", default=64, type=COUNT, show_default=True, help="Requests, all there at once.")
 @_lengths
 @settings_options
 def throughput(num_prompts: int, input_len: int, output_len: int, as_json: bool, **options: Any) -> None:
@@ -60,8 +64,8 @@ def throughput(num_prompts: int, input_len: int, output_len: int, as_json: bool,
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A server of the OpenAI API.")
 @click.option("--model", help="The model's name there. Default: the server's first.")
 @click.option("--api-key", help="Sent as a bearer token.")
-@click.option("--num-prompts", default=32, show_default=True, help="Requests in all.")
-@click.option("--concurrency", default=8, show_default=True, help="Requests at once.")
+@click.option("--num-prompts", default=32, type=COUNT, show_default=True, help="Requests in all.")
+@click.option("--concurrency", default=8, type=COUNT, show_default=True, help="Requests at once.")
 @_lengths
 def serve(
     url: str,

@@ -40,7 +40,7 @@ def generate(
     Without PROMPTS, of the text that comes on stdin.
     """
     if not prompts:
-        prompts = (sys.stdin.read(),)
+        prompts = ("" if sys.stdin is None else sys.stdin.read(),)  # None where it was closed
     if not all(prompts):
         raise RequestError("a prompt is empty: give some text")
     settings = read_settings(**options)

@@ -21,11 +21,19 @@ _SAMPLE_BYTES = 2**20
 
 
 def cache_root() -> Path:
-    """The engine's own folder in the user's cache; it may not exist yet."""
+    """The engine's own folder in the user's cache; it may not exist yet.
+
+    Raises:
+        ConfigError: the user has no home.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored (XDG Base Directory Specification 0.8).
-    base = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "mini-infer"
+    if given and Path(given).is_absolute():
+        return Path(given) / "mini-infer"
+    try:
+        return Path.home() / ".cache" / "mini-infer"
+    except RuntimeError as error:
+        raise ConfigError("no home folder to keep a cache in: set HOME or XDG_CACHE_HOME") from error
 
 
 def converted_folder(source: Path, variant: str, version: int) -> Path:

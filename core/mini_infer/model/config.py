@@ -4,7 +4,9 @@ Contract: config.json is read as plain JSON, transformers is not needed. All tha
 model on the Hub, unreadable or incomplete config) is a ``ConfigError`` of one line that says what to do.
 """
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,10 +39,12 @@ def locate_model(model: str, *, revision: str | None = None, offline: bool = Fal
     try:
         path = Path(model).expanduser()
         if path.exists():
+            if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return path
     except (OSError, RuntimeError) as error:  # no permission, too long a name, no such user
         reason = getattr(error, "strerror", error)
-        raise ConfigError(f"model folder {model:.200} cannot be looked at: {reason}") from error
+        raise ConfigError(f"model folder {model:.200} cannot be read: {reason}") from error
     if model.endswith(".gguf"):
         raise ConfigError(f"model file {model} does not exist; check the path")
     if not _HUB_ID.fullmatch(model) or model.startswith("."):

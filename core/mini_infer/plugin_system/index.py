@@ -7,6 +7,7 @@ error only for a name that is used.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -114,8 +115,8 @@ def discover(plugin_dirs: Iterable[str], modules: Iterable[Any] = ()) -> PluginI
         for point in entry_points(group=group)
     ]
     for folder in map(Path, plugin_dirs):
-        if not folder.is_dir():
-            raise ConfigError(f"plugin_dirs: there is no folder '{folder}'")
+        if not os.access(folder, os.R_OK | os.X_OK) or not folder.is_dir():
+            raise ConfigError(f"plugin_dirs: there is no folder '{folder}' that can be read")
         for path in sorted(folder.glob("[!_]*.py")):
             sources.append(PluginSource(path.stem.replace("_", "-"), str(path), False, path))
     for module in modules:

@@ -77,7 +77,11 @@ def check_shard(file: Path, names: list[str] | None) -> None:
     if not file.is_file():
         tensor = f" with the tensor {names[0]}" if names else ""
         raise ConfigError(f"the weights file {file}{tensor} is missing; fetch it again")
-    if reason := damage(file):
+    try:
+        reason = damage(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    if reason:
         raise ConfigError(f"{file} cannot be read: {reason}; fetch it again")
 
 

@@ -134,3 +134,18 @@ def test_a_cache_that_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     build = finished(build_of(tmp_path))
     assert build.failed and "plain PyTorch instead" in build.status
+
+
+def test_no_home_is_said_and_a_relative_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path / "home")
+    finished(build_of(tmp_path))
+    assert not (tmp_path / "relative").exists()
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    build = finished(build_of(tmp_path))
+    assert build.failed and "plain PyTorch instead: no home folder" in build.status
