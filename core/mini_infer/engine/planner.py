@@ -91,7 +91,8 @@ class Planner:
 
     def plan(self, step_id: int, now: float, num_in_flight: int) -> tuple[StepPlan, list[Request]] | None:
         """The next step and its requests in the plan's row order, or None if there is nothing to run or to wait for."""
-        copies = [] if self._short else self.kv.copies(self.table.waiting, now)
+        idle = not (self.table.waiting or self.table.running)  # copies under way come to their end, and that is all
+        copies = [] if self._short or idle else self.kv.copies(self.table.waiting, now)
         view = self._view(now, num_in_flight)
         step = _Step(self.token_budget)
         self.wake_at, self._short = None, False

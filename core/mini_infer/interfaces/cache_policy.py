@@ -83,12 +83,12 @@ class CachePolicy(ABC):
         return
 
     def gone(self, tier: str, key: BlockKey) -> None:
-        """A block that was kept, touched or had arrived left a tier: evicted, moved, or no longer to be trusted.
-
-        Nothing by default.
-        """
+        """A block left a tier: evicted, moved, or not to be trusted, be it one never heard of. Nothing by default."""
         return
 
     def wishes(self, view: CacheView) -> Sequence[Demote | Promote]:
-        """Copies wanted now; the core drops those that cannot be had. None by default."""
+        """Copies wanted now; the core drops those that cannot be had. None by default.
+
+        Not asked while a request waits for blocks at either end of a copy, nor when there is no request at all.
+        """
         return ()
