@@ -150,9 +150,14 @@ def test_transformers_generates_the_same(
     outputs = run_engine(built.engine, requests)
     for request in requests:
         ours, prompt = outputs[request.request_id].token_ids, request.prompt_token_ids
+        ids = torch.tensor([prompt])
         with torch.inference_mode():
             generated = theirs.generate(
-                torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+                ids,
+                attention_mask=torch.ones_like(ids),  # it would take <|im_end|> for padding
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
             )
         if request.request_id not in checker.cuts:
             assert generated[0, len(prompt) :].tolist() == ours
