@@ -57,7 +57,7 @@ OUR_COMMANDS = (
     "pytest ",
     "MINI_INFER_",
 )
-MOST_README_LINES = 110
+MOST_README_LINES = 130
 
 
 @dataclass(frozen=True)
