@@ -1,6 +1,11 @@
 """Every error that a user can meet. Each message is one plain line that says what to do."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """An exception of somebody else's code as a part of our line: its class and what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
 class MiniInferError(Exception):
     """The root of all errors that this engine raises on purpose."""
 

@@ -13,7 +13,6 @@ import errno
 import json
 import signal
 import socket
-import sys
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -128,7 +127,7 @@ async def _run(app: Litestar, llm: AsyncLLM, sock: socket.socket, settings: Serv
         for number, handler in before.items():
             signal.signal(number, handler)
     if llm.death.is_set():
-        raise EngineError("the engine died; the server has ended")
+        raise EngineError(f"{llm.obituary}; the server has ended")
 
 
 class _Server(uvicorn.Server):
@@ -145,7 +144,6 @@ class _Server(uvicorn.Server):
 
 async def _end_after_death(llm: AsyncLLM, server: uvicorn.Server) -> None:
     await llm.death.wait()
-    print(f"mini-infer: {llm.obituary}", file=sys.stderr, flush=True)
     await asyncio.sleep(MOURNING_SECONDS)
     server.should_exit = True
 

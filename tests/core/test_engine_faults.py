@@ -52,7 +52,7 @@ def check_others(
     """The failed ended in error, and kept what they had; the others got what they get alone."""
     ended = {name for name, output in outputs.items() if output.finish_reason == "error"}
     assert ended == failed, f"{ended} ended in error, not {failed}: {[outputs[name].error for name in ended ^ failed]}"
-    assert all(outputs[name].error for name in failed)
+    assert all(outputs[name].error and "\n" not in outputs[name].error for name in failed)
     Equality(reference_of(model)).check([r for r in requests if r.request_id not in failed], outputs)
 
 
@@ -78,7 +78,7 @@ class Moody(LogitsProcessor):
     def _raise(self, slot: int, place: str) -> None:
         if self.places.get(slot) == place and self.times:
             self.times -= 1
-            raise RuntimeError(f"moody in {place}")
+            raise RuntimeError(f"moody in\n{place}")
 
     def add(self, row: Any) -> None:
         self.places[row.slot] = row.params.extensions[self.name]

@@ -117,7 +117,8 @@ def test_it_answers_and_its_engine_may_die(model: Path) -> None:
         assert health.status_code == 503 and error_of(health)["code"] == "engine_unavailable"
         assert http.post(f"{server.url}/v1/completions", json=body).status_code == 503
         assert server.end() == 1
-        assert "the engine died" in "".join(server.output) and "Traceback" not in "".join(server.output)
+        assert server.output[-1] == "the engine died: its process was killed by signal 9; the server has ended\n"
+        assert "".join(server.output).count("the engine died") == 1 and "Traceback" not in "".join(server.output)
         assert gone(engine)
 
 

@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import MiniInferError, PluginError
+from mini_infer.errors import MiniInferError, PluginError, in_one_line
 
 if TYPE_CHECKING:
     from typing import Self
@@ -27,4 +27,4 @@ class Asking:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, MiniInferError):
-            raise PluginError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self.name} failed: {in_one_line(error)}") from error

@@ -19,7 +19,7 @@ from mini_infer.engine.late_inputs import LateMasks
 from mini_infer.engine.log import EngineLog
 from mini_infer.engine.planner import Planner, RequestTable
 from mini_infer.engine.request import Request, Status
-from mini_infer.errors import EngineError, PluginError, RequestError
+from mini_infer.errors import EngineError, PluginError, RequestError, in_one_line
 from mini_infer.frontend.request_check import check_extensions
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, TokenDelta
 
@@ -292,7 +292,7 @@ class Engine:
             request.num_failures += 1
             request.suspect = True
             if alone or request.num_failures > MAX_FAILURES:
-                self._finish(request, "error", error=f"{type(error).__name__}: {error}")
+                self._finish(request, "error", error=in_one_line(error))
         self._log.fault(error)
 
     def _start_over(self) -> None:

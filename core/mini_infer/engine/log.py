@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import PluginError
+from mini_infer.errors import PluginError, in_one_line
 from mini_infer.interfaces.observer import Observer, RequestEvent, StepEvents
 from mini_infer.messages import EngineStats
 
@@ -53,7 +53,7 @@ class EngineLog:
 
     def fault(self, error: Exception) -> None:
         """A step raised and its requests are tried again alone."""
-        logger.warning("a step raised %s: %s; its requests run again, each alone", type(error).__name__, error)
+        logger.warning("a step raised %s; its requests run again, each alone", in_one_line(error))
 
     def step(self, plan: "StepPlan", output: "StepOutput", table: "RequestTable", kv: "KVManager") -> None:
         """A step was read: tell the observers."""

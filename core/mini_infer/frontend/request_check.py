@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import RequestError
+from mini_infer.errors import RequestError, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -117,5 +117,5 @@ def check_extensions(processors: Iterable[LogitsProcessor | LateLogitsProcessor]
             raise
         except Exception as error:
             name = processor.name
-            message = f"logits processor '{name}' cannot take this request: {type(error).__name__}: {error}"
+            message = f"logits processor '{name}' cannot take this request: {in_one_line(error)}"
             raise RequestError(message, param=name) from error

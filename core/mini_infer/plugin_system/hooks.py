@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from mini_infer import hookspecs, interfaces
-from mini_infer.errors import MiniInferError, PluginConflictError, PluginLoadError
+from mini_infer.errors import MiniInferError, PluginConflictError, PluginLoadError, in_one_line
 from mini_infer.plugin_system.contract import refusal
 from mini_infer.suggestions import did_you_mean
 
@@ -127,7 +127,7 @@ class PluginHooks:
             raise
         except Exception as e:
             names = ", ".join(plugin.name for plugin in wrappers)
-            raise PluginLoadError(f"a wrapper of hook '{hook}' failed ({names}): {type(e).__name__}: {e}") from e
+            raise PluginLoadError(f"a wrapper of hook '{hook}' failed ({names}): {in_one_line(e)}") from e
 
     def _check_pending(self) -> None:
         for name, caller in vars(self._pluggy.hook).items():

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mini_infer import errors
-from mini_infer.errors import ConfigError, EngineError, MiniInferError
+from mini_infer.errors import ConfigError, EngineError, MiniInferError, in_one_line
 from mini_infer.messages import ModelFacts  # noqa: TC001 (msgspec reads it)
 from mini_infer.serving.engine_client import Abort, Command, Outputs, Stop, Submit, serve_engine
 from mini_infer.serving.frames import FrameReader, frame
@@ -113,7 +113,7 @@ def _run(sock: socket.socket, inbox: _Inbox, start: Start) -> int:
         raise
     except Exception as error:
         traceback.print_exc()
-        sock.sendall(frame(Died(f"{type(error).__name__}: {error}")))
+        sock.sendall(frame(Died(in_one_line(error))))
         return 1
     built.engine.shutdown()
     return 0

@@ -11,7 +11,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import EngineError, MiniInferError
+from mini_infer.errors import EngineError, MiniInferError, in_one_line
 from mini_infer.serving.engine_client import Abort, Command, EngineInfo, Stop, Submit, serve_engine
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ThreadClient:
         try:
             serve_engine(built.engine, self._receive, send)
         except Exception as error:
-            tell(subscriber.died, f"{type(error).__name__}: {error}")
+            tell(subscriber.died, in_one_line(error))
         finally:
             built.engine.shutdown()
 

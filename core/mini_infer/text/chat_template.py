@@ -18,7 +18,7 @@ import jinja2
 from jinja2 import ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mini_infer.errors import RequestError
+from mini_infer.errors import RequestError, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ class ChatTemplate:
         except _BudgetSpentError as error:
             raise _error(f"the chat template did not come to an end: {error}") from error
         except Exception as error:  # templates are programs: any exception can come out of them
-            raise _error(f"the chat template failed on these messages: {type(error).__name__}: {error}") from error
+            raise _error(f"the chat template failed on these messages: {in_one_line(error)}") from error
 
 
 class _Budget:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mini_infer.errors import ConfigError, RequestError
+from mini_infer.errors import ConfigError, RequestError, in_one_line
 from mini_infer.text.detokenizer import Detokenizer, make_detokenizer
 from mini_infer.text.token_bytes import TokenBytes
 from mini_infer.text.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None, local_file
             str(model), revision=revision, local_files_only=local_files_only, trust_remote_code=False
         )
     except Exception as error:  # a broken file raises whatever its reader raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = in_one_line(error)[:300]
         raise ConfigError(
             f"no usable tokenizer in {model}: {reason} (engine.skip_tokenizer = true serves token ids without one)"
         ) from error
