@@ -2,6 +2,6 @@
 
 from mini_infer_example.shortest_first import shortest_prompt_first
 
-from mini_infer.testing.contracts.scheduler import scheduler_suite
+from mini_infer.testing.contracts import scheduler_suite
 
 TestShortestPromptFirst = scheduler_suite(lambda: shortest_prompt_first(ageing=100.0))
