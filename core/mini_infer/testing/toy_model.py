@@ -47,7 +47,7 @@ class ToyAdapter(ModelAdapter):
     def check(self, config: ModelConfig) -> None:
         for kind in config.hf["layer_kinds"]:
             if kind not in KINDS:
-                raise ConfigError(f"config.json: layer kind {kind!r} is unknown; known: {', '.join(KINDS)}")
+                raise ConfigError(f"config.json: layer_kinds has {kind!r}; known: {', '.join(KINDS)}")
 
     def build(self, config: ModelConfig) -> nn.Module:
         return ToyForCausalLM(config)
