@@ -24,7 +24,6 @@ from tests.contracts import (
     late_executor,
     late_mask,
     scripted_proposer,
-    slow_copies,
     tiered_cache,
     two_kv_groups,
 )
@@ -32,13 +31,14 @@ from tests.contracts import (
 from mini_infer.interfaces import Observer, StepEvents
 from mini_infer.messages import EngineRequest
 from mini_infer.plugins import hookimpl
-from mini_infer.testing.engines import EngineOutput, make_engine, run_engine, tiny_model
+from mini_infer.testing.contracts.engines import VOCAB_SIZE, small_model, with_shared_prompts
+from mini_infer.testing.engines import EngineOutput, make_engine, run_engine
 from mini_infer.testing.reference import Equality, Reference
 from mini_infer.testing.reference_sampler import Draw
+from mini_infer.testing.slow_copies import SlowCopies
 from mini_infer.testing.traffic import MAX_MODEL_LEN, Traffic, check_traffic, random_traffic
 
 NUM_TRAFFICS = 250 if os.environ.get("MINI_INFER_TEST_FULL") == "1" else 25
-VOCAB_SIZE = 256
 ALL = (
     "bucketed-runner",
     "late-executor",
@@ -60,12 +60,6 @@ ALONE = {
 }
 
 
-@cache
-def model() -> Any:
-    """One layer of keys and values, one of latent vectors: two KV groups."""
-    return tiny_model("toy", vocab_size=VOCAB_SIZE, hidden_size=32, head_dim=8, layer_kinds=["full", "latent"])
-
-
 class MaskedReference(Reference):
     """As the reference, with the late mask where a request asks for it."""
 
@@ -78,7 +72,7 @@ class MaskedReference(Reference):
 
 @cache
 def reference() -> Reference:
-    return MaskedReference(model())
+    return MaskedReference(small_model())
 
 
 @cache
@@ -90,7 +84,7 @@ def alone(request: bytes) -> EngineOutput:
 
 @cache
 def plain_engine() -> Any:
-    return make_engine(model(), plugins=[late_mask.Probe()], max_model_len=MAX_MODEL_LEN, max_num_seqs=1).engine
+    return make_engine(small_model(), plugins=[late_mask.Probe()], max_model_len=MAX_MODEL_LEN, max_num_seqs=1).engine
 
 
 class Watcher(Observer):
@@ -116,7 +110,7 @@ class Probes:
     def __init__(self, names: Sequence[str], script: dict[str, list[int]], rng: Random) -> None:
         self.runner = bucketed_runner.Probe()
         self.executor = late_executor.Probe()
-        self.copies = slow_copies.Probe()
+        self.copies = SlowCopies()
         self.proposer = scripted_proposer.Probe(script, VOCAB_SIZE)
         self.cache = tiered_cache.Probe()
         self.mask = late_mask.Probe()
@@ -130,8 +124,8 @@ class Probes:
             padded=self.runner.made.num_padded,
             replayed=self.runner.made.num_replayed,
             late=self.executor.made.num_late if self.executor in self.enabled else 0,
-            demoted=self.copies.made.num_demoted if self.copies in self.enabled else 0,
-            promoted=self.copies.made.num_promoted if self.copies in self.enabled else 0,
+            demoted=self.copies.num_demoted,
+            promoted=self.copies.num_promoted,
             accepted=self.proposer.made.num_accepted,
             rejected=self.proposer.made.num_rejected,
             hits=self.cache.made.num_hits,
@@ -143,20 +137,14 @@ class Probes:
 
 def probe_traffic(rng: Random, *, masks: bool) -> Traffic:
     """Random traffic in which many prompts begin alike, and about half of the requests are under the mask if asked."""
-    traffic = random_traffic(rng, VOCAB_SIZE)
-    stem = traffic.requests[0].prompt_token_ids
 
-    def change(request: EngineRequest) -> EngineRequest:
-        prompt, extensions = request.prompt_token_ids, {}
-        if rng.randint(0, 1):
-            shared = min(len(stem), len(prompt) - 1)
-            prompt = stem[:shared] + prompt[shared:]
-        if masks and rng.randint(0, 1):
-            extensions = {late_mask.NAME: True}
+    def masked(request: EngineRequest) -> EngineRequest:
+        extensions = {late_mask.NAME: True} if masks and rng.randint(0, 1) else {}
         params = msgspec.structs.replace(request.params, extensions=extensions)
-        return msgspec.structs.replace(request, prompt_token_ids=prompt, params=params)
+        return msgspec.structs.replace(request, params=params)
 
-    return replace(traffic, requests=[change(request) for request in traffic.requests])
+    traffic = with_shared_prompts(random_traffic(rng, VOCAB_SIZE), rng)
+    return replace(traffic, requests=[masked(request) for request in traffic.requests])
 
 
 def run(traffic: Traffic, names: Sequence[str], overlap: bool, rng: Random) -> Counter[str]:
@@ -164,7 +152,7 @@ def run(traffic: Traffic, names: Sequence[str], overlap: bool, rng: Random) -> C
     outputs_alone = {r.request_id: alone(msgspec.msgpack.encode(r)) for r in traffic.requests}
     script = {r.request_id: [*r.prompt_token_ids, *outputs_alone[r.request_id].token_ids] for r in traffic.requests}
     probes = Probes(names, script, rng)
-    engine = make_engine(model(), plugins=probes.enabled, overlap=overlap, **traffic.engine).engine
+    engine = make_engine(small_model(), plugins=probes.enabled, overlap=overlap, **traffic.engine).engine
     equality = Equality(reference())
     outputs = check_traffic(engine, traffic, equality)
     for request_id, output in outputs.items():
