@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mini_infer.engine.asking import check_extensions
 from mini_infer.engine.drafting import Drafting
 from mini_infer.engine.late_inputs import LateMasks
 from mini_infer.engine.log import EngineLog
 from mini_infer.engine.planner import Planner, RequestTable
 from mini_infer.engine.request import Request, Status
 from mini_infer.errors import EngineError, PluginError, RequestError, in_one_line
-from mini_infer.frontend.request_check import check_extensions
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, TokenDelta
 
 if TYPE_CHECKING:

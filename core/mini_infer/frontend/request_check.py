@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import RequestError, in_one_line
+from mini_infer.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mini_infer.interfaces.sampler import LateLogitsProcessor, LogitsProcessor
     from mini_infer.messages import ModelFacts
     from mini_infer.sampling_params import SamplingParams
     from mini_infer.text.tokenizer import Tokenizer
@@ -102,20 +101,3 @@ class RequestCheck:
             if name not in self._facts.extensions:
                 known = ", ".join(self._facts.extensions) or "none"
                 raise RequestError(f"no plugin in use takes '{name}' (known: {known})", param=name)
-
-
-def check_extensions(processors: Iterable[LogitsProcessor | LateLogitsProcessor], params: SamplingParams) -> None:
-    """Ask each processor whether it can take the request; only the engine's own process has them.
-
-    Raises:
-        RequestError: what a request gives one is malformed.
-    """
-    for processor in processors:
-        try:
-            processor.wants(params)
-        except RequestError:
-            raise
-        except Exception as error:
-            name = processor.name
-            message = f"logits processor '{name}' cannot take this request: {in_one_line(error)}"
-            raise RequestError(message, param=name) from error
