@@ -19,6 +19,7 @@ namespace {
 using namespace lanes;
 
 constexpr int kGroup = 4;        // queries that share one load of a key or value
+constexpr int kStrip = 4;        // blocks that share a step of the softmax
 constexpr int kTileQueries = 32;  // queries (tokens x heads of one KV head) that share a block while it is in L1
 
 // What stays for a layer's life; paged_attention.py has the same structure.
@@ -44,19 +45,19 @@ struct Batch {
   int64_t threads;
 };
 
-// A token's heads, converted, and rotated if that is asked for.
-template <class T>
+// A token's head, converted, and rotated if that is asked for; N divides half of its numbers, or is 1.
+template <class T, int N>
 void read_head(const T* from, const Layer& layer, int64_t position, float* to) {
   int64_t d = layer.head_dim, half = d / 2;
   if (!layer.rope) {
-    for (int64_t i = 0; i < d; i++) to[i] = get(from + i);
+    for (int64_t i = 0; i < d; i += N) store<N>(to + i, load<N>(from + i));
     return;
   }
   const T *cos = (const T*)layer.rope + position * 2 * d, *sin = cos + d;
-  for (int64_t i = 0; i < half; i++) {
-    float low = get(from + i), high = get(from + i + half);
-    to[i] = low * get(cos + i) + high * get(sin + i);
-    to[i + half] = high * get(cos + i + half) + low * get(sin + i + half);
+  for (int64_t i = 0; i < half; i += N) {
+    Vec<N> low = load<N>(from + i), high = load<N>(from + i + half);
+    store<N>(to + i, low * load<N>(cos + i) + high * load<N>(sin + i));
+    store<N>(to + i + half, high * load<N>(cos + i + half) + low * load<N>(sin + i + half));
   }
 }
 
@@ -66,7 +67,8 @@ void write_token(const T* key, const T* value, const Layer& layer, int64_t slot,
   head.resize(layer.head_dim);
   int64_t block = slot / layer.block_size, offset = slot % layer.block_size;
   for (int64_t h = 0; h < layer.num_kv_heads; h++) {
-    read_head(key + h * layer.head_dim, layer, position, head.data());
+    layer.head_dim % 16 == 0 ? read_head<T, 8>(key + h * layer.head_dim, layer, position, head.data())
+                             : read_head<T, 1>(key + h * layer.head_dim, layer, position, head.data());
     T* keys = (T*)layer.keys + layer.at(block, h) + offset;
     for (int64_t i = 0; i < layer.head_dim; i++) put(keys + i * layer.block_size, head[i]);
     T* values = (T*)layer.values + layer.at(block, h) + offset * layer.head_dim;
@@ -90,82 +92,148 @@ struct Scratch {
   std::vector<float> query, out, weights, maxima, sums;
 };
 
-// scores[r][slot] = query[r] . key[slot] over the whole block; two chains of sums hide the latency of an FMA.
-template <class T, int NS, int R>
-inline void dot_block(const float* query, const T* key, const Layer& layer, float* scores) {
+// Blocks that share a step of the softmax. They begin at a multiple of kStrip, so that a token's numbers do not depend on
+// where its tile's window begins. A block that is not there (the null block) is null.
+template <class T>
+struct Strip {
+  int64_t start, count;  // the first slot's position; blocks
+  const T *keys[kStrip], *values[kStrip];
+};
+
+// Blocks are scattered, so the hardware cannot guess what is read next: the first group of queries to meet a strip's keys
+// fetches its values, line by line as it goes, and on its values the next strip's keys. `ahead` is null for the others.
+
+// scores[r][block][slot] = query[r] . key[block][slot] of B blocks; two chains of sums hide the latency of an FMA.
+template <class T, int NS, int R, int B>
+inline void dot_blocks(const Layer& layer, const float* query, const T* const* keys, const T* const* ahead, float* scores,
+                       int64_t stride) {
   int64_t d = layer.head_dim, bs = layer.block_size;
   for (int64_t s = 0; s < bs; s += NS) {
-    Vec<NS> even[R] = {}, odd[R] = {};
+    Vec<NS> even[R][B] = {}, odd[R][B] = {};
     int64_t i = 0;
-    for (; i + 1 < d; i += 2) {
-      Vec<NS> k0 = load<NS>(key + i * bs + s), k1 = load<NS>(key + (i + 1) * bs + s);
-      for (int r = 0; r < R; r++) {
-        even[r] += k0 * query[r * d + i];
-        odd[r] += k1 * query[r * d + i + 1];
+    for (; i + 1 < d; i += 2)
+      for (int j = 0; j < B; j++) {
+        Vec<NS> k0 = load<NS>(keys[j] + i * bs + s), k1 = load<NS>(keys[j] + (i + 1) * bs + s);
+        if (ahead) {
+          __builtin_prefetch(ahead[j] + i * bs + s);
+          __builtin_prefetch(ahead[j] + (i + 1) * bs + s);
+        }
+        for (int r = 0; r < R; r++) {
+          even[r][j] += k0 * query[r * d + i];
+          odd[r][j] += k1 * query[r * d + i + 1];
+        }
       }
-    }
-    for (; i < d; i++) {
-      Vec<NS> k0 = load<NS>(key + i * bs + s);
-      for (int r = 0; r < R; r++) even[r] += k0 * query[r * d + i];
-    }
-    for (int r = 0; r < R; r++) store<NS>(scores + r * bs + s, even[r] + odd[r]);
+    for (; i < d; i++)
+      for (int j = 0; j < B; j++)
+        for (int r = 0; r < R; r++) even[r][j] += load<NS>(keys[j] + i * bs + s) * query[r * d + i];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < B; j++) store<NS>(scores + r * stride + j * bs + s, even[r][j] + odd[r][j]);
+  }
+}
+
+// Scores of a whole strip, -inf for blocks that are not there.
+template <class T, int NS, int R>
+inline void dot_strip(const Layer& layer, const float* query, const Strip<T>& strip, bool is_first, float* scores) {
+  constexpr int kPair = R * 4 <= kRegisters / 2 ? 2 : 1;
+  int64_t bs = layer.block_size, stride = strip.count * bs;
+  for (int64_t j = 0; j < strip.count;) {
+    const T* const* ahead = is_first ? strip.values + j : nullptr;
+    bool pair = kPair == 2 && j + 1 < strip.count && strip.keys[j] && strip.keys[j + 1];
+    if (pair)
+      dot_blocks<T, NS, R, kPair>(layer, query, strip.keys + j, ahead, scores + j * bs, stride);
+    else if (strip.keys[j])
+      dot_blocks<T, NS, R, 1>(layer, query, strip.keys + j, ahead, scores + j * bs, stride);
+    else
+      for (int r = 0; r < R; r++) std::fill_n(scores + r * stride + j * bs, bs, -__builtin_inff());
+    j += pair ? 2 : 1;
   }
 }
 
 // out[r] = out[r] * keep[r] + sum over slots [begin, end) of weights[r][slot] * value[slot], columns [at, at + ND * C).
 template <class T, int ND, int C, int R>
-inline void add_values(float* out, const T* value, const Layer& layer, const float* weights, const float* keep, int64_t begin,
-                       int64_t end, int64_t at) {
-  int64_t d = layer.head_dim;
+inline void add_values(const Layer& layer, float* out, const Strip<T>& strip, const T* const* ahead, const float* weights,
+                       const float* keep, int64_t begin, int64_t end, int64_t at) {
+  int64_t d = layer.head_dim, bs = layer.block_size, stride = strip.count * bs;
   Vec<ND> sums[R][C];
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < C; j++) sums[r][j] = load<ND>(out + r * d + at + j * ND) * keep[r];
-  for (int64_t s = begin; s < end; s++) {
-    Vec<ND> v[C];
-    for (int j = 0; j < C; j++) v[j] = load<ND>(value + s * d + at + j * ND);
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < C; j++) sums[r][j] += v[j] * weights[r * layer.block_size + s];
+    for (int c = 0; c < C; c++) sums[r][c] = load<ND>(out + r * d + at + c * ND) * keep[r];
+  for (int64_t j = begin / bs; j * bs < end; j++) {
+    if (!strip.values[j]) continue;
+    const T* value = strip.values[j] + at;
+    const float* w = weights + j * bs;
+    for (int64_t s = std::max<int64_t>(begin - j * bs, 0); s < std::min(end - j * bs, bs); s++) {
+      Vec<ND> v[C];
+      for (int c = 0; c < C; c++) {
+        v[c] = load<ND>(value + s * d + c * ND);
+        if (ahead) __builtin_prefetch(ahead[j] + s * d + at + c * ND);
+      }
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sums[r][c] += v[c] * w[r * stride + s];
+    }
   }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < C; j++) store<ND>(out + r * d + at + j * ND, sums[r][j]);
+    for (int c = 0; c < C; c++) store<ND>(out + r * d + at + c * ND, sums[r][c]);
 }
 
-// R queries against one block: scores, running softmax (Milakov and Gimelshein, arXiv 1805.02867), values.
+// R queries against one strip: scores, running softmax (Milakov and Gimelshein, arXiv 1805.02867), values.
 template <class T, int NS, int ND, int R>
-void step(const Layer& layer, const Tile& tile, int64_t q, int64_t block_start, const T* key, const T* value,
+void step(const Layer& layer, const Tile& tile, int64_t q, const Strip<T>& strip, const Strip<T>& next,
           Scratch& scratch) {
-  int64_t d = layer.head_dim, bs = layer.block_size;
+  int64_t d = layer.head_dim, slots = strip.count * layer.block_size;
   float* weights = scratch.weights.data();
+  dot_strip<T, NS, R>(layer, scratch.query.data() + q * d, strip, q == 0, weights);
+  int64_t begin = slots, end = 0;
   float keep[R];
-  dot_block<T, NS, R>(scratch.query.data() + q * d, key, layer, weights);
-  int64_t begin = bs, end = 0;
   for (int r = 0; r < R; r++) {
     int64_t position = tile.position + (q + r) / layer.queries_per_key();
-    int64_t low = std::clamp<int64_t>(position - layer.window + 1 - block_start, 0, bs);
-    int64_t high = std::clamp<int64_t>(position + 1 - block_start, 0, bs);
-    float* w = weights + r * bs;
+    int64_t low = std::clamp<int64_t>(position - layer.window + 1 - strip.start, 0, slots);
+    int64_t high = std::clamp<int64_t>(position + 1 - strip.start, 0, slots);
+    float* w = weights + r * slots;
     std::fill(w, w + low, -__builtin_inff());
-    std::fill(w + high, w + bs, -__builtin_inff());
+    std::fill(w + high, w + slots, -__builtin_inff());
     if (low < high) begin = std::min(begin, low), end = std::max(end, high);
-    float top = scratch.maxima[q + r];
-    for (int64_t s = 0; s < bs; s += NS) top = std::max(top, max<NS>(load<NS>(w + s)));
+    Vec<NS> tops = fill<NS>(scratch.maxima[q + r]);
+    for (int64_t s = 0; s < slots; s += NS) {
+      Vec<NS> found = load<NS>(w + s);
+      tops = found > tops ? found : tops;
+    }
+    float top = max<NS>(tops);
     keep[r] = exp<1>(fill<1>(scratch.maxima[q + r] - top))[0];
     scratch.maxima[q + r] = top;
     float* sums = scratch.sums.data() + (q + r) * NS;
     Vec<NS> total = load<NS>(sums) * keep[r];
-    for (int64_t s = 0; s < bs; s += NS) {
+    for (int64_t s = 0; s < slots; s += NS) {
       Vec<NS> e = exp<NS>(load<NS>(w + s) - top);
       store<NS>(w + s, e);
       total += e;
     }
     store<NS>(sums, total);
   }
+  if (begin >= end) return;
   float* out = scratch.out.data() + q * d;
+  const T* const* ahead = q == 0 ? next.keys : nullptr;
   constexpr int kChunks = kRegisters >= 32 ? 4 : 2;
   int64_t at = 0;
   for (; at + ND * kChunks <= d; at += ND * kChunks)
-    add_values<T, ND, kChunks, R>(out, value, layer, weights, keep, begin, end, at);
-  for (; at < d; at += ND) add_values<T, ND, 1, R>(out, value, layer, weights, keep, begin, end, at);
+    add_values<T, ND, kChunks, R>(layer, out, strip, ahead, weights, keep, begin, end, at);
+  for (; at < d; at += ND) add_values<T, ND, 1, R>(layer, out, strip, ahead, weights, keep, begin, end, at);
+}
+
+// Blocks [first, last] of a tile's row that lie in the strip of block `first`.
+template <class T>
+Strip<T> strip_at(const Batch& b, const Layer& layer, const Tile& tile, int64_t first, int64_t last) {
+  Strip<T> strip{};
+  const int32_t* table = b.block_table + tile.row * b.table_stride;
+  int64_t begin = first / kStrip * kStrip;
+  strip.start = begin * layer.block_size;
+  strip.count = std::min<int64_t>(kStrip, last + 1 - begin);
+  for (int64_t j = first - begin; j < strip.count; j++) {
+    if (table[begin + j] == 0) continue;  // nothing real is in the null block
+    int64_t at = layer.at(table[begin + j], tile.kv_head);
+    strip.keys[j] = (const T*)layer.keys + at;
+    strip.values[j] = (const T*)layer.values + at;
+  }
+  return strip;
 }
 
 template <class T, int NS, int ND>
@@ -174,33 +242,35 @@ void attend_tile(const Batch& b, const Layer& layer, const Tile& tile, const T* 
   int64_t d = layer.head_dim, bs = layer.block_size, heads = layer.queries_per_key(), queries = tile.count * heads;
   scratch.query.resize(queries * d);
   scratch.out.assign(queries * d, 0.f);
-  scratch.weights.resize(kGroup * bs);
-  scratch.maxima.assign(queries, -1e30f);  // finite, so that a wholly masked block gives exp(-inf), not NaN
+  scratch.weights.resize(kGroup * kStrip * bs);
+  scratch.maxima.assign(queries, -1e30f);  // finite, so that a wholly masked strip gives exp(-inf), not NaN
   scratch.sums.assign(queries * NS, 0.f);
+  constexpr int kHalf = ND > 1 ? ND / 2 : 1;  // ND divides the head, so this divides its half
+  int64_t last = (tile.position + tile.count - 1) / bs;
+  int64_t first = std::max<int64_t>(0, tile.position - layer.window + 1) / bs;
+  Strip<T> strip = strip_at<T>(b, layer, tile, first, last);
   for (int64_t q = 0; q < queries; q++) {
     int64_t token = tile.first + q / heads, head = tile.kv_head * heads + q % heads;
     float* to = scratch.query.data() + q * d;
-    read_head(query + token * query_stride + head * d, layer, b.positions[token], to);
-    for (int64_t i = 0; i < d; i++) to[i] *= (float)layer.scale;
+    read_head<T, kHalf>(query + token * query_stride + head * d, layer, b.positions[token], to);
+    for (int64_t i = 0; i < d; i += ND) store<ND>(to + i, load<ND>(to + i) * (float)layer.scale);
   }
-  const int32_t* table = b.block_table + tile.row * b.table_stride;
-  int64_t last = tile.position + tile.count - 1;
-  for (int64_t i = std::max<int64_t>(0, tile.position - layer.window + 1) / bs; i <= last / bs; i++) {
-    if (table[i] == 0) continue;  // nothing real is in the null block
-    const T* key = (const T*)layer.keys + layer.at(table[i], tile.kv_head);
-    const T* value = (const T*)layer.values + layer.at(table[i], tile.kv_head);
+  while (first <= last) {
+    first = first / kStrip * kStrip + kStrip;
+    Strip<T> next = first <= last ? strip_at<T>(b, layer, tile, first, last) : Strip<T>{};
     for (int64_t q = 0; q < queries; q += kGroup) switch (std::min<int64_t>(kGroup, queries - q)) {
-        case 1: step<T, NS, ND, 1>(layer, tile, q, i * bs, key, value, scratch); break;
-        case 2: step<T, NS, ND, 2>(layer, tile, q, i * bs, key, value, scratch); break;
-        case 3: step<T, NS, ND, 3>(layer, tile, q, i * bs, key, value, scratch); break;
-        case 4: step<T, NS, ND, 4>(layer, tile, q, i * bs, key, value, scratch); break;
+        case 1: step<T, NS, ND, 1>(layer, tile, q, strip, next, scratch); break;
+        case 2: step<T, NS, ND, 2>(layer, tile, q, strip, next, scratch); break;
+        case 3: step<T, NS, ND, 3>(layer, tile, q, strip, next, scratch); break;
+        case 4: step<T, NS, ND, 4>(layer, tile, q, strip, next, scratch); break;
       }
+    strip = next;
   }
   for (int64_t q = 0; q < queries; q++) {
     int64_t token = tile.first + q / heads, head = tile.kv_head * heads + q % heads;
     T* to = out + (token * layer.num_heads + head) * d;
     float total = sum<NS>(load<NS>(scratch.sums.data() + q * NS)), scale = total == 0.f ? 0.f : 1.f / total;
-    for (int64_t i = 0; i < d; i++) put(to + i, scratch.out[q * d + i] * scale);
+    for (int64_t i = 0; i < d; i += ND) store<ND>(to + i, load<ND>(scratch.out.data() + q * d + i) * scale);
   }
 }
 
