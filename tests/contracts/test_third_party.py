@@ -190,7 +190,7 @@ def rows_of_plugins() -> dict[str, list[str]]:
     """``mini-infer plugins``: the words of each row, by plugin."""
     result = command("plugins")
     assert result.exit_code == 0, result.output
-    return {line.split()[0]: line.split() for line in result.stdout.splitlines()}
+    return {line.split()[0]: line.split() for line in result.stdout.split("\n\n")[0].splitlines()}
 
 
 def test_the_list_of_plugins_shows_name_version_and_source() -> None:

@@ -226,7 +226,9 @@ def test_bench_on_an_engine(llm: FakeLLM, command: list[str]) -> None:
 def test_plugins_are_listed_with_why(distributions: FakeDistributions) -> None:
     distributions.install("acme-tools", {"good": PLUGIN.format(name="good"), "bad": "1 / 0", "idle": "1 / 0"})
     result = run("plugins", "--plugins", "good,bad")
-    rows = {line.split()[0]: line.split(None, 5) for line in result.stdout.splitlines()}
+    table, sets = result.stdout.split("\n\n")
+    rows = {line.split()[0]: line.split(None, 5) for line in table.splitlines()}
+    assert "operator-fusion" in sets and "several operators in one kernel" in sets
     assert rows["good"] == ["good", "1.2", "acme-tools", "tier", "yes", "named in plugins (command line)"]
     assert rows["bad"][:5] == ["bad", "1.2", "acme-tools", "-", "no"] and "ZeroDivisionError" in rows["bad"][5]
     assert rows["idle"][5].strip() == "not named in plugins"

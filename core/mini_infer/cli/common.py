@@ -5,6 +5,7 @@ Contract: an option given on the command line outranks environment and file; ``-
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mini_infer.errors import ConfigError, MiniInferError, PluginError, RequestError
+from mini_infer.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +26,10 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class PlainCommand(click.Command):
-    """A command whose ``MiniInferError`` is told in plain lines."""
+    """A command whose ``MiniInferError`` is told in plain lines, and whose CPU threads leave shared cores in peace."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        wait_briefly(os.environ)
         try:
             return super().invoke(ctx)
         except MiniInferError as e:

@@ -15,6 +15,7 @@ def plugins(**options: Any) -> None:
     """List what is installed, what is enabled, and why not."""
     from mini_infer.build.device import resolve_device
     from mini_infer.plugin_system.rows import describe_plugins
+    from mini_infer.plugin_system.sets import PLUGIN_SETS
 
     settings = read_settings(**options)
     device, _ = resolve_device(settings.engine.device)
@@ -30,3 +31,7 @@ def plugins(**options: Any) -> None:
         for row in describe_plugins(settings, device)
     ]
     print_table(("name", "version", "source", "provides", "enabled", "why"), rows)
+    click.echo()
+    kind = device.partition(":")[0]
+    sets = [(name, ", ".join(s.members.get(kind, ())) or "-", s.what) for name, s in PLUGIN_SETS.items()]
+    print_table(("set", f"plugins on {kind}", "what"), sets)
