@@ -33,7 +33,7 @@ _EVERYTHING = 1 << 40  # a window that hides nothing
 
 def longest_native_query(dtype: str) -> int:
     """Up to how many queries of a row native.cpp is the faster one, by measurement (README)."""
-    return 64 if dtype == "bfloat16" and multiplies_bfloat16() else 1024
+    return 64 if dtype == "bfloat16" and multiplies_bfloat16() else 2048
 
 
 @dataclass(frozen=True, slots=True)
