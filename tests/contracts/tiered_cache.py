@@ -15,7 +15,7 @@ class TieredCache(CachePolicy):
         self.num_hits = self.num_evicted = 0
 
     def tiers(self) -> dict[str, int]:
-        return {"host": 6}
+        return {"host": 16}
 
     def keep(self, block: CachedBlock) -> bool:
         self.idle[block.tier][block.key] = None
