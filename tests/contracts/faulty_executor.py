@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 from msgspec.structs import replace
 
-from mini_infer.interfaces import Executor, LateInputs, PendingOutput, StepOutput, StepPlan
+from mini_infer.interfaces import Executor, LateInputs, PendingOutput, StepOutput, StepPlan, StepWorker
 from mini_infer.plugins import hookimpl
 
 
@@ -37,7 +36,7 @@ class FaultyExecutor(Executor):
             self.num_faults += 1
             raise ValueError("a fault that comes and goes")
 
-    def start(self, worker: Any) -> None:
+    def start(self, worker: StepWorker) -> None:
         self.inner.start(worker)
 
     def forward(self, plan: StepPlan) -> None:

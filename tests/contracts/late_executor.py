@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from mini_infer.interfaces import Executor, LateInputs, PendingOutput, StepOutput, StepPlan
+from mini_infer.interfaces import Executor, LateInputs, PendingOutput, StepOutput, StepPlan, StepWorker
 from mini_infer.plugins import hookimpl
 
 
@@ -38,7 +38,7 @@ class LateExecutor(Executor):
     def __init__(self, inner: Executor) -> None:
         self.inner, self.step, self.num_late = inner, None, 0
 
-    def start(self, worker: Any) -> None:
+    def start(self, worker: StepWorker) -> None:
         self.inner.start(worker)
 
     def forward(self, plan: StepPlan) -> None:

@@ -3,7 +3,7 @@
 from mini_infer.forward_batch import ForwardBatch, StepShape
 from mini_infer.interfaces.attention import AttentionBackend, AttentionCapabilities, BatchLimits
 from mini_infer.interfaces.cache_policy import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote
-from mini_infer.interfaces.executor import Executor, PendingOutput
+from mini_infer.interfaces.executor import Executor, PendingOutput, StepWorker
 from mini_infer.interfaces.model import CausalLM, KVCacheSpec, ModelAdapter, ModelConfig
 from mini_infer.interfaces.model_transform import ModelTransform
 from mini_infer.interfaces.observer import Observer, RequestEvent, StepEvents
@@ -84,6 +84,7 @@ __all__ = [
     "StepPlan",
     "StepRunner",
     "StepShape",
+    "StepWorker",
     "TokenLogprobs",
     "VictimPolicy",
     "WeightLoader",

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from mini_infer.plan import LateInputs, StepOutput, StepPlan
-    from mini_infer.worker import Worker
 
 
 class PendingOutput(Protocol):
@@ -19,14 +18,32 @@ class PendingOutput(Protocol):
         """
 
 
+class StepWorker(Protocol):
+    """What runs steps on one device; ``mini_infer.worker.Worker`` is the core's."""
+
+    def forward(self, plan: "StepPlan") -> None:
+        """Apply the plan to the slots, order its copies, run the model."""
+
+    def sample(self, late: "LateInputs") -> PendingOutput:
+        """Draw from that forward pass."""
+
+
 class Executor(ABC):
-    """Runs plans in the order given. ``forward`` and ``sample`` alternate, once each a step."""
+    """Runs plans in the order given.
+
+    A step is ``forward``, ``sample``, and ``result`` of what that gave. What goes wrong in a step may be raised by any
+    of its three: an ``EngineError`` ends the engine, any other exception makes it run the step's requests again, each
+    alone. A step whose ``forward`` or ``sample`` raised is given up: no ``sample`` follows, and its answer is not
+    waited for. But each copy of each plan, of those given up too, is reported exactly once, done or failed, with its
+    step's answer or a later one; until then the core leaves both ends alone. A plan without rows or copies asks for
+    just that.
+    """
 
     max_in_flight: int = 1
-    """Steps that may be launched before the first is read; 2 makes the engine take its overlapped loop."""
+    """Steps that may be launched before the first is read; with 2 or more the engine takes its overlapped loop."""
 
     @abstractmethod
-    def start(self, worker: "Worker") -> None:
+    def start(self, worker: "StepWorker") -> None:
         """Take over the worker that the engine built for this process."""
 
     @abstractmethod

@@ -9,7 +9,6 @@ from mini_infer.interfaces.executor import Executor, PendingOutput
 
 if TYPE_CHECKING:
     from mini_infer.plan import LateInputs, StepOutput, StepPlan
-    from mini_infer.worker.worker import PendingStep, Worker
 
 
 class InlineExecutor(Executor):
@@ -17,9 +16,9 @@ class InlineExecutor(Executor):
 
     def __init__(self, max_in_flight: int = 1) -> None:
         self.max_in_flight = max_in_flight
-        self._worker: Worker | None = None
+        self._worker: StepWorker | None = None
 
-    def start(self, worker: "Worker") -> None:
+    def start(self, worker: "StepWorker") -> None:
         """See ``Executor.start``."""
         self._worker = worker
 
@@ -41,7 +40,7 @@ class InlineExecutor(Executor):
 
 
 class _Pending:
-    def __init__(self, step: "PendingStep") -> None:
+    def __init__(self, step: PendingOutput) -> None:
         self._step = step
 
     def result(self) -> "StepOutput":

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import StepWorker
     from mini_infer.plan import Grant, LateInputs, StepOutput, StepPlan
-    from mini_infer.worker import Worker
 
 name = "plan-check"
 api_version = 0
@@ -67,7 +67,7 @@ class PlanCheck(Executor):
         self._unread: list[_Step] = []
         self._last_step_id = 0
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: StepWorker) -> None:
         self._inner.start(worker)
 
     def shutdown(self) -> None:

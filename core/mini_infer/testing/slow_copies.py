@@ -16,7 +16,7 @@ from mini_infer.plugins import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from mini_infer.worker import Worker
+    from mini_infer.interfaces import StepWorker
 
 
 class SlowCopies(Executor):
@@ -39,7 +39,7 @@ class SlowCopies(Executor):
         self.max_in_flight = self._inner.max_in_flight
         return self
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: StepWorker) -> None:
         self._inner.start(worker)
 
     def shutdown(self) -> None:
