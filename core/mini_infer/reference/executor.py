@@ -8,6 +8,7 @@ from mini_infer.errors import EngineError
 from mini_infer.interfaces.executor import Executor, PendingOutput
 
 if TYPE_CHECKING:
+    from mini_infer.interfaces.executor import StepWorker
     from mini_infer.plan import LateInputs, StepOutput, StepPlan
 
 
