@@ -18,10 +18,13 @@ using namespace lanes;
 //
 //   W   [ o ][ o+1 ] ...   [ o + far ][ o+1 + far ] ...   [ o + 2 far ] ...
 //         ^tile  ^next        ^tile      ^next               ^tile
-constexpr int kPrefetch = 512;                                 // bytes ahead in each stream
-constexpr int kOneRowStreams = 8;                              // x has one row
-constexpr int kStreams = kRegisters >= 32 ? 6 : 3;             // x has more: streams * tall + streams + 1 registers
-constexpr int kTall = 4;                                       // rows of x in a tile
+//
+// With more rows than a tile is tall, further passes over the same tile find it in L1; all passes then share the fetching
+// of the next tile, so that memory works while they compute.
+constexpr int kPrefetch = 512;                      // bytes ahead in each stream, with one pass
+constexpr int kOneRowStreams = 8;                   // x has one row
+constexpr int kStreams = kRegisters >= 32 ? 6 : 3;  // x has more: streams * tall + streams + 1 registers
+constexpr int kTall = 4;                            // rows of x in a tile
 
 // A register's worth of steps along k. bfloat16 is taken apart into even and odd numbers, which needs no shuffle.
 template <class T>
@@ -64,21 +67,25 @@ inline void multiply_step(const float* x, int64_t x_stride, const T* const* w, V
     }
 }
 
-// Rows [row, row + M) of x by rows out, out + far, ... of w.
+// Rows [row, row + M) of x by rows out, out + far, ... of w, pass number `pass` over them.
 template <class T, int M, int N>
-inline void multiply_tile(const Product<T>& a, int64_t row, int64_t out, int64_t far) {
+inline void multiply_tile(const Product<T>& a, int64_t row, int64_t out, int64_t far, int64_t pass, int64_t passes) {
   constexpr int S = Step<T>::kSize;
   Vec<kWidth> sums[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) sums[m][n] = Vec<kWidth>{};
   const float* x = a.x + row * a.x_stride;
   const T* w[N];
-  int64_t i = 0;
+  // Each pass fetches its share of the next tile, one step's worth every `passes` steps.
+  int64_t i = 0, ahead = passes == 1 ? kPrefetch / sizeof(T) : a.k + pass * a.k / passes, wait = 0;
   for (; i + S <= a.k; i += S) {
-    for (int n = 0; n < N; n++) {
-      w[n] = a.w + (out + n * far) * a.k + i;
-      __builtin_prefetch((const char*)w[n] + kPrefetch);
+    for (int n = 0; n < N; n++) w[n] = a.w + (out + n * far) * a.k + i;
+    if (wait == 0) {
+      for (int n = 0; n < N; n++) __builtin_prefetch(w[n] + ahead);
+      ahead -= (passes - 1) * S;
+      wait = passes;
     }
+    wait--;
     multiply_step<T, M, N>(x + i, a.x_stride, w, sums);
   }
   if (i < a.k) {
@@ -89,11 +96,13 @@ inline void multiply_tile(const Product<T>& a, int64_t row, int64_t out, int64_t
     }
     multiply_step<T, M, N>(x + i, a.x_stride, w, sums);
   }
-  for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) {
-      int64_t o = out + n * far;
-      put(a.y + (row + m) * a.outs + o, sum<kWidth>(sums[m][n]) + (a.bias ? get(a.bias + o) : 0.f));
-    }
+  float totals[(M * N + kWidth - 1) / kWidth * kWidth];
+  sum_all<kWidth, M * N>(&sums[0][0], totals);
+  for (int n = 0; n < N; n++) {
+    int64_t o = out + n * far;
+    float bias = a.bias ? get(a.bias + o) : 0.f;
+    for (int m = 0; m < M; m++) put(a.y + (row + m) * a.outs + o, totals[m * N + n] + bias);
+  }
 }
 
 // All rows of x by one tile of w, which stays in L1.
@@ -103,10 +112,10 @@ inline void multiply_rows(const Product<T>& a, int64_t out, int64_t far) {
   for (int64_t t = 0; t < tiles; t++) {
     int64_t row = a.rows * t / tiles;
     switch (a.rows * (t + 1) / tiles - row) {
-      case 1: multiply_tile<T, 1, N>(a, row, out, far); break;
-      case 2: multiply_tile<T, 2, N>(a, row, out, far); break;
-      case 3: multiply_tile<T, 3, N>(a, row, out, far); break;
-      case 4: multiply_tile<T, 4, N>(a, row, out, far); break;
+      case 1: multiply_tile<T, 1, N>(a, row, out, far, t, tiles); break;
+      case 2: multiply_tile<T, 2, N>(a, row, out, far, t, tiles); break;
+      case 3: multiply_tile<T, 3, N>(a, row, out, far, t, tiles); break;
+      case 4: multiply_tile<T, 4, N>(a, row, out, far, t, tiles); break;
     }
   }
 }
