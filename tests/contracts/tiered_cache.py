@@ -8,7 +8,7 @@ from mini_infer.plugins import hookimpl
 
 
 class TieredCache(CachePolicy):
-    """What nobody holds goes to the host, the least recently used first, while fewer than half the blocks are free."""
+    """What nobody holds goes to the host, the least recently used first, and comes back when somebody waits for it."""
 
     def __init__(self) -> None:
         self.idle: dict[str, dict[BlockKey, None]] = defaultdict(dict)  # by tier, in order of last use
@@ -37,8 +37,7 @@ class TieredCache(CachePolicy):
         self.idle[tier].pop(key, None)
 
     def wishes(self, view: CacheView) -> list[Demote | Promote]:
-        scarce = view.num_free["device"] * 2 < view.num_total["device"]
-        demoted = [Demote(key, "host") for key in list(self.idle["device"])[: 2 * scarce]]
+        demoted = [Demote(key, "host") for key in list(self.idle["device"])[:2]]
         return [*(Promote(key, tier) for key, tier in view.wanted), *demoted]
 
 

@@ -56,12 +56,12 @@ class Part(Observer):
 
 
 def with_shared_prompts(traffic: Traffic, rng: Random) -> Traffic:
-    """The same, with about half of the prompts beginning as the first does."""
+    """The same, with two prompts of three beginning as the first does."""
     stem = traffic.requests[0].prompt_token_ids
 
     def change(request: EngineRequest) -> EngineRequest:
         prompt = request.prompt_token_ids
-        shared = min(len(stem), len(prompt) - 1) if rng.randint(0, 1) else 0
+        shared = min(len(stem), len(prompt) - 1) if rng.randint(0, 2) else 0
         return msgspec.structs.replace(request, prompt_token_ids=stem[:shared] + prompt[shared:])
 
     return replace(traffic, requests=[change(request) for request in traffic.requests])
