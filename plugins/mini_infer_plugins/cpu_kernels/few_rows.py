@@ -15,6 +15,7 @@ from mini_infer.layers import Linear, LMHead, RMSNorm, SiluAndMul
 from mini_infer.layers.decoder import DecoderLayer
 from mini_infer_plugins.cpu_kernels.decoder_layer import DecoderLayerForward
 from mini_infer_plugins.cpu_kernels.layers import DTYPES, GateForward, LinearForward, NormForward, most_rows
+from mini_infer_plugins.cpu_kernels.memory import KEPT, keep_freed_memory
 from mini_infer_plugins.cpu_kernels.native import native_build
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class FewRows(ModelTransform):
         forwards = {layer: forward for layer in module.modules() if (forward := _forward_for(layer)) is not None}
         for layer, forward in forwards.items():
             layer.forward = forward
+        if keep_freed_memory():
+            self._log(f"cpu-kernels: the allocator keeps up to {KEPT >> 20} MiB that a step frees for the next")
         rows = f"native for steps of up to {most_rows(config.dtype)} rows"
         self._log(f"cpu-kernels: {len(forwards)} layers of {type(module).__name__} {rows if forwards else 'are known'}")
         return module
