@@ -20,7 +20,7 @@ from mini_infer.plugins import hookimpl
 
 
 class ChaoticScheduler(Scheduler):
-    """Any amounts for any requests in any order, anybody a victim; it stands still only while steps are in flight."""
+    """Any amounts for anybody in any order, and every other victim is a random one; it rests only with steps in flight."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -45,7 +45,8 @@ class ChaoticScheduler(Scheduler):
         return Schedule(wishes)
 
     def victim(self, asker: RequestView, candidates: Sequence[RequestView]) -> RequestView:
-        return self.rng.choice([asker, *candidates])
+        everybody = [*candidates, asker]
+        return self.rng.choice([*everybody, *[max(everybody, key=lambda request: request.arrival)] * len(everybody)])
 
 
 class ChaoticCache(CachePolicy):
