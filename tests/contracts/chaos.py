@@ -20,7 +20,7 @@ from mini_infer.plugins import hookimpl
 
 
 class ChaoticScheduler(Scheduler):
-    """Any amounts for anybody in any order, and every other victim is a random one; it rests only with steps in flight."""
+    """Any amounts for anybody in any order, and every other victim is a random one."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
