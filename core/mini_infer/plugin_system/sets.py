@@ -22,10 +22,17 @@ class PluginSet:
 
 
 PLUGIN_SETS: Mapping[str, PluginSet] = {
-    "default": PluginSet("what serves best on this device", {"cpu": ("cpu-attention", "cpu-kernels"), "cuda": ()}),
-    "paged-attention": PluginSet("attention over block tables", {"cpu": ("cpu-attention",)}),
+    "default": PluginSet(
+        "what serves best on this device",
+        {"cpu": ("cpu-attention", "cpu-kernels"), "cuda": ("triton-attention", "fused-kernels")},
+    ),
+    "paged-attention": PluginSet(
+        "attention over block tables", {"cpu": ("cpu-attention",), "cuda": ("triton-attention",)}
+    ),
     "speculative-decoding": PluginSet("drafts that the model verifies", {}),
     "tensor-parallel": PluginSet("one model over several devices", {}),
     "quantization": PluginSet("weights of fewer bits", {}),
-    "operator-fusion": PluginSet("several operators in one kernel", {"cpu": ("cpu-kernels",)}),
+    "operator-fusion": PluginSet(
+        "several operators in one kernel", {"cpu": ("cpu-kernels",), "cuda": ("fused-kernels",)}
+    ),
 }

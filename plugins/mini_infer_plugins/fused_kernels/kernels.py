@@ -1,0 +1,85 @@
+"""Triton kernels of a decoder layer outside attention.
+
+``one_row_kernel`` is a matrix-vector product that reads each weight once and does what stands before and after it::
+
+    out[n] = sum over k of x[k] * W[n, k]       NORM: x normalised on the fly (1/rms is one number, so it is applied to
+                                                the sum); then bias, SiLU gate (GATE: gate rows, then up rows), residual
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def one_row_kernel(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    residual,
+    out,
+    eps,
+    N,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program an output (with GATE one gate row and one up row)."""
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask = start + k < K
+        xs = tl.load(x + start + k, mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            squares += xs * xs
+            xs = xs * tl.load(norm_weight + start + k, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + n * K + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * xs
+        if GATE:
+            u = tl.load(weight + (n + N) * K + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
+            up += u.to(tl.float32) * xs
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(acc, 0) * factor
+    if BIAS:
+        y += tl.load(bias + n).to(tl.float32)
+    if GATE:
+        y = y * tl.sigmoid(y) * (tl.sum(up, 0) * factor)
+    if RESIDUAL:
+        y += tl.load(residual + n).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def add_norm_kernel(x, residual, weight, total, out, eps, K: tl.constexpr, PADDED_K: tl.constexpr, ADD: tl.constexpr):
+    """One program a row: total = x + residual, out = total normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, PADDED_K)
+    mask = k < K
+    value = tl.load(x + row * K + k, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * K + k, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + row * K + k, value, mask=mask)
+        value = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, 0) / K + eps)
+    g = tl.load(weight + k, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * K + k, ((value * factor).to(out.dtype.element_ty) * g).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up, out, K, BLOCK: tl.constexpr):
+    """One program a row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = k < K
+    g = tl.load(gate_up + row * 2 * K + k, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * K + K + k, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * K + k, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=mask)

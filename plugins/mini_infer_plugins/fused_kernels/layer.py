@@ -1,0 +1,142 @@
+"""FusedLayer: a decoder layer in few launches.
+
+One row of input (a lone decode): seven launches, each weight read once by our own kernel, norms, gate and residual
+inside it::
+
+    [norm, QKV] -> [RoPE, KV write] -> [attention, merge] -> [O, residual]
+                -> [norm, gate and up, SiLU] -> [down, residual]
+
+More rows: cuBLAS for the products, one kernel for add and norm, one for the gate.
+
+Contract: the layer's numbers up to rounding. Layers whose parts are not the plain ones (quantised, sharded, with
+``qk_norm`` or an MLP bias) are left alone; the start log says how many were replaced.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from mini_infer.errors import ConfigError
+from mini_infer.interfaces import ModelTransform
+from mini_infer.layers import Linear, RMSNorm
+from mini_infer.layers.decoder import DecoderForCausalLM, DecoderLayer
+from mini_infer_plugins.fused_kernels.kernels import add_norm_kernel, one_row_kernel, silu_and_mul_kernel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mini_infer.interfaces import ForwardBatch, ModelConfig
+
+
+def one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: RMSNorm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: bool = False,
+) -> torch.Tensor:
+    """[1, K] times [N, K] -> [1, N]; with ``gate`` [1, N / 2]."""
+    k = x.shape[1]
+    n = weight.shape[0] // (2 if gate else 1)
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    one_row_kernel[(n,)](
+        x, weight, x if bias is None else bias, x if norm is None else norm.weight, x if residual is None else residual,
+        out, 0.0 if norm is None else norm.eps, n, K=k, NORM=norm is not None, BIAS=bias is not None, GATE=gate,
+        RESIDUAL=residual is not None, BLOCK_K=triton.next_power_of_2(k) if k <= 4096 else 1024, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + residual, normalised, and the sum itself; all [num_tokens, size]."""
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    k = x.shape[-1]
+    add_norm_kernel[(x.shape[0],)](
+        x, x if residual is None else residual, norm.weight, total, out, norm.eps,
+        K=k, PADDED_K=triton.next_power_of_2(k), ADD=residual is not None, num_warps=8 if k > 2048 else 4,
+    )  # fmt: skip
+    return out, total
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    rows, width = gate_up.shape
+    out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    silu_and_mul_kernel[(rows, triton.cdiv(width // 2, 1024))](gate_up, out, width // 2, BLOCK=1024, num_warps=4)
+    return out
+
+
+class FusedLayer:
+    """``DecoderLayer.forward``."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self._layer = layer
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: "ForwardBatch"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the layer's own; for one row the first result is the whole sum and nothing is left to add."""
+        layer, attention, mlp = self._layer, self._layer.self_attn, self._layer.mlp
+        qkv_proj, o_proj = attention.qkv_proj, attention.o_proj
+        if x.shape[0] == 1:
+            stream = x if residual is None else x + residual
+            qkv = one_row(stream, qkv_proj.weight, bias=qkv_proj.bias, norm=layer.input_layernorm)
+            heads = attention.attn(*qkv_proj.split(qkv), batch).flatten(1)
+            stream = one_row(heads, o_proj.weight, residual=stream)
+            inner = one_row(stream, mlp.gate_up_proj.weight, norm=layer.post_attention_layernorm, gate=True)
+            return one_row(inner, mlp.down_proj.weight, residual=stream), None
+        x, residual = add_norm(x, residual, layer.input_layernorm)
+        qkv = F.linear(x, qkv_proj.weight, qkv_proj.bias)
+        x = F.linear(attention.attn(*qkv_proj.split(qkv), batch).flatten(1), o_proj.weight)
+        x, residual = add_norm(x, residual, layer.post_attention_layernorm)
+        return F.linear(silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight), residual
+
+
+class FusedKernels(ModelTransform):
+    """Replaces the ``forward`` of plain decoder layers, of the final norm and of the logits' product."""
+
+    name: ClassVar[str] = "fused-kernels"
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+
+    def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
+        if not config.device.startswith("cuda"):
+            raise ConfigError(f"plugin fused-kernels runs on a GPU, not on {config.device}: leave it out")
+        if not isinstance(module, DecoderForCausalLM):
+            self._log(f"fused-kernels: {type(module).__name__} is no plain decoder and runs as it is")
+            return module
+        layers = [layer for layer in module.model.layers if isinstance(layer, DecoderLayer)]
+        plain = [layer for layer in layers if _is_plain(layer)]
+        self._log(f"fused-kernels: {len(plain)} of {len(layers)} decoder layers")
+        if len(plain) < len(layers):
+            return module  # one row's stream passes from layer to layer in a form of its own: all or none
+        for layer in plain:
+            vars(layer)["forward"] = FusedLayer(layer)
+        norm, head = module.model.norm, module.lm_head
+
+        def final_norm(x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            return add_norm(x, residual, norm)
+
+        def logits(x: torch.Tensor) -> torch.Tensor:
+            return one_row(x, head.matrix) if x.shape[0] == 1 else F.linear(x, head.matrix)
+
+        vars(norm)["forward"] = final_norm
+        vars(head)["forward"] = logits
+        return module
+
+
+def _is_plain(layer: DecoderLayer) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    matrices = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    plain = all(
+        isinstance(m, Linear) and type(m).forward is Linear.forward and "forward" not in vars(m) for m in matrices
+    )
+    biased = any(m.bias is not None for m in matrices[1:])
+    return plain and not biased and attention.q_norm is None

@@ -1,0 +1,139 @@
+"""TritonAttention: grouped-query attention over paged blocks, decode with the sequence split over the card.
+
+Contract: uniform rows (decode, verify) run in ``decode_kernel`` on a grid that depends on the step's shape alone, so a
+device graph of that shape stays valid at any length; other rows run in ``long_rows_kernel``. RoPE is fused into the
+write of the keys and the read of the queries. Float32 is computed in IEEE float32.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import triton
+
+from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
+from mini_infer_plugins.triton_attention.kernels import decode_kernel, long_rows_kernel, merge_kernel, write_kv_kernel
+
+if TYPE_CHECKING:
+    from mini_infer.interfaces import BatchLimits, ForwardBatch, KVCacheSpec
+    from mini_infer.layers import Attention
+
+_LOG2_E = 1.4426950408889634
+_MOST_SPLITS = 64
+_MOST_TILE_ROWS = 64  # query heads times queries of a uniform row that one tile holds
+
+
+class TritonAttention(AttentionBackend):
+    """See the module."""
+
+    name: ClassVar[str] = "triton"
+    capabilities: ClassVar[AttentionCapabilities] = AttentionCapabilities(
+        devices=("cuda",),
+        dtypes=("float32", "bfloat16", "float16"),
+        kinds=("full", "sliding"),
+        head_dims=(16, 32, 64, 80, 96, 128, 256),
+        block_sizes=(16, 32, 64, 128),
+        graphs="verify",
+        fuses_rope=True,
+    )
+
+    def __init__(self, spec: "KVCacheSpec", device: str, block_size: int) -> None:
+        super().__init__(spec, device, block_size)
+        self._padded_dim = triton.next_power_of_2(spec.head_dim)
+        self._precision = "ieee" if spec.dtype == "float32" else "tf32"
+        on_gpu = device.startswith("cuda")
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+
+    @classmethod
+    def unavailable(cls, spec: "KVCacheSpec", device: str) -> str | None:
+        if device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs compute capability 8.0"
+        return None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.spec.num_kv_heads, self.block_size, self.spec.head_dim)
+
+    def buffers(self, limits: "BatchLimits") -> None:
+        # Splits times rows is bounded by what fills the card a few times over, so one scratch serves every shape.
+        cells = max(limits.max_num_rows * 2, self._num_processors * 8) * self.spec.num_kv_heads * _MOST_TILE_ROWS
+        self._scratch = torch.empty(cells * self._padded_dim, dtype=torch.float32, device=self.device)
+        self._scratch_lse = torch.empty(cells, dtype=torch.float32, device=self.device)
+
+    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
+        table = layer.rotary.table if layer.rotary is not None else key
+        write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
+            key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
+            key.stride(0), value.stride(0), layer.kv_cache.shape[1],
+            NUM_KV_HEADS=self.spec.num_kv_heads, HEAD_DIM=self.spec.head_dim, BLOCK_SIZE=self.block_size,
+            PADDED_DIM=self._padded_dim, ROPE=layer.rotary is not None, num_warps=1,
+        )  # fmt: skip
+
+    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
+        shape = batch.shape
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        group = layer.num_heads // self.spec.num_kv_heads
+        num_decode_rows = shape.num_decode_rows if group * shape.decode_query_len <= _MOST_TILE_ROWS else 0
+        if num_decode_rows:
+            self._decode(layer, query, out, batch, group, num_decode_rows)
+        if num_decode_rows < shape.num_rows:
+            self._long_rows(layer, query, out, batch, group, num_decode_rows)
+        return out
+
+    def num_splits(self, num_rows: int) -> int:
+        """Programs a row and KV head: enough to fill the card twice, by the step's shape alone."""
+        programs = num_rows * self.spec.num_kv_heads
+        return max(1, min(_MOST_SPLITS, 2 * self._num_processors // programs))
+
+    def _decode(
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int, rows: int
+    ) -> None:
+        query_len, heads = batch.shape.decode_query_len, self.spec.num_kv_heads
+        splits = self.num_splits(rows)
+        block_m = max(16, triton.next_power_of_2(group * query_len))
+        rotary = layer.rotary
+        decode_kernel[(rows, heads, splits)](
+            query, layer.kv_cache, batch.block_table, batch.seq_lens, query if rotary is None else rotary.table,
+            self._scratch, self._scratch_lse, out, layer.scale * _LOG2_E,
+            query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1],
+            NUM_SPLITS=splits, QUERY_LEN=query_len, BLOCK_M=block_m, BLOCK_N=self._block_n, num_warps=4, num_stages=3,
+            **self._shape_of(group, rotary is not None),
+        )  # fmt: skip
+        if splits > 1:
+            merge_kernel[(rows, heads, group * query_len)](
+                self._scratch, self._scratch_lse, out,
+                NUM_SPLITS=splits, PADDED_SPLITS=triton.next_power_of_2(splits), QUERY_LEN=query_len, GROUP=group,
+                NUM_KV_HEADS=heads, HEAD_DIM=self.spec.head_dim, PADDED_DIM=self._padded_dim, BLOCK_M=block_m,
+                num_warps=1,
+            )  # fmt: skip
+
+    @property
+    def _block_n(self) -> int:
+        """Keys a step, as many as fit the shared memory with three steps on their way."""
+        return 32 if self._padded_dim > 128 or self.spec.dtype == "float32" else 128
+
+    def _long_rows(
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int, first: int
+    ) -> None:
+        num_rows = batch.shape.num_rows - first
+        num_tokens = batch.shape.num_tokens - first * batch.shape.decode_query_len
+        block_m = max(16 if self.spec.dtype == "float32" else 64, triton.next_power_of_2(group))
+        tiles = num_tokens // (block_m // group) + num_rows
+        rotary = layer.rotary
+        long_rows_kernel[(tiles, self.spec.num_kv_heads)](
+            query, layer.kv_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+            query if rotary is None else rotary.table, out, layer.scale * _LOG2_E,
+            query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1], first, num_rows,
+            BLOCK_M=block_m, BLOCK_N=min(64, self._block_n), num_warps=4, num_stages=3,
+            **self._shape_of(group, rotary is not None),
+        )  # fmt: skip
+
+    def _shape_of(self, group: int, rope: bool) -> dict[str, int | bool | str]:
+        return {
+            "GROUP": group,
+            "NUM_KV_HEADS": self.spec.num_kv_heads,
+            "HEAD_DIM": self.spec.head_dim,
+            "PADDED_DIM": self._padded_dim,
+            "BLOCK_SIZE": self.block_size,
+            "WINDOW": self.spec.sliding_window or 0,
+            "ROPE": rope,
+            "PRECISION": self._precision,
+        }

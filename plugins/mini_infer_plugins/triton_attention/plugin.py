@@ -1,0 +1,22 @@
+"""Paged attention in Triton: see the README beside this file. Importing this module imports nothing heavy."""
+
+from typing import TYPE_CHECKING
+
+from mini_infer.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import AttentionBackend
+
+name = "triton-attention"
+api_version = 0
+provides = ("paged-kv", "multi-token-verify", "graph-safe")
+
+
+@hookimpl
+def attention_backends(context: "BuildContext") -> "Sequence[type[AttentionBackend]]":
+    from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
+
+    return [TritonAttention]

@@ -1,0 +1,75 @@
+"""The GPU plugins change no token: float32 traffic with each on its own and with all together, in both loops.
+
+The traffic runs on a GPU only; ``pytest -m gpu``.
+"""
+
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mini_infer.errors import ConfigError
+from mini_infer.forward_batch import StepShape
+from mini_infer.interfaces import KVCacheSpec, SamplingParams
+from mini_infer.messages import EngineRequest
+from mini_infer.reference.attention import ReferenceAttention
+from mini_infer.testing import make_engine, run_engine
+from mini_infer.testing.models import tiny_checkpoint
+from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
+
+TOGETHER = [
+    (),
+    ("triton-attention",),
+    ("fused-kernels",),
+    ("triton-attention", "cuda-graphs"),
+    ("triton-attention", "fused-kernels", "cuda-graphs"),
+]
+
+
+def requests() -> list[EngineRequest]:
+    rng = Random(0)
+    return [
+        EngineRequest(
+            request_id=f"r{index}",
+            prompt_token_ids=[rng.randrange(200) for _ in range(rng.randint(1, 30))],
+            params=SamplingParams(
+                temperature=float(index % 2),
+                max_tokens=rng.randint(1, 25),
+                repetition_penalty=1.2 if index % 3 == 0 else 1.0,
+            ),
+            seed=index,
+        )
+        for index in range(24)
+    ]
+
+
+def tokens(model: Path, plugins: tuple[str, ...], **engine: Any) -> dict[str, list[int]]:
+    settings = {"device": "cuda", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, **engine}
+    built = make_engine(model, plugins=list(plugins), **settings)
+    return {name: output.token_ids for name, output in run_engine(built.engine, requests()).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plugins", TOGETHER, ids=lambda names: "+".join(names) or "none")
+def test_no_token_changes(plugins: tuple[str, ...], tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "qwen2", seed=0)
+    expected = tokens(tmp_path, (), device="cpu")
+    for overlap, pool in product((False, True), ({}, {"num_kv_blocks": 8, "max_num_batched_tokens": 32})):
+        assert tokens(tmp_path, plugins, overlap=overlap, **pool) == expected
+
+
+def test_graphs_refuse_attention_that_cannot_be_captured() -> None:
+    backend = ReferenceAttention(KVCacheSpec("full", 1, 8, 8, "float32"), "cpu", 16)
+    with pytest.raises(ConfigError, match="cannot capture attention 'reference'"):
+        CudaGraphRunner([1, 2]).bind([backend])
+
+
+def test_a_step_is_padded_to_its_bucket() -> None:
+    runner = CudaGraphRunner([1, 4])
+    for rows, query_len, padded in ((1, 1, 1), (2, 1, 4), (3, 4, 4), (5, 1, 5)):
+        shape = runner.shape(StepShape.of([query_len] * rows, query_len))
+        assert (shape.num_rows, shape.num_tokens) == (padded, padded * query_len)
+    prompts = StepShape.of([1, 7], 1)
+    assert runner.shape(prompts) == prompts
