@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -205,6 +206,14 @@ def test_all_on_at_once() -> None:
     must_happen = {what for _, happens in ALONE.values() for what in happens} | {"preempted", "aborted", "voided"}
     missing = [what for what in must_happen if not seen[what]]
     assert not missing, f"never happened: {missing}; seen: {dict(seen)}"
+
+
+@pytest.mark.parametrize(
+    "probe", [bucketed_runner, late_executor, scripted_proposer, two_kv_groups, tiered_cache, late_mask]
+)
+def test_each_is_small(probe: Any) -> None:
+    """What takes more than a page is not carried by the contract but by its user."""
+    assert len(Path(probe.__file__).read_text().splitlines()) <= 60
 
 
 def test_policies_that_act_at_random() -> None:
