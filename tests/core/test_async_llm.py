@@ -132,7 +132,7 @@ async def test_a_stop_string_ends_the_work_in_the_engine(start: Scripted) -> Non
 
 
 async def test_the_engines_death_reaches_everybody(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.05)  # slow enough that no answer ends before the engine does
     llm = await start(engine)
     waiting = [asyncio.create_task(llm.generate("a", playing("x" * 90))) for _ in range(3)]
     await until(lambda: len(engine.added) == 3)
