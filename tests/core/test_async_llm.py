@@ -60,7 +60,7 @@ async def test_chat(start: Scripted) -> None:
 
 
 async def test_leaving_the_loop_aborts(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.02)
     llm = await start(engine)
     stream = llm.stream("a", playing("x" * 90))
     async for _ in stream:
@@ -70,7 +70,7 @@ async def test_leaving_the_loop_aborts(start: Scripted) -> None:
 
 
 async def test_cancelling_the_consumer_aborts_without_awaiting(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.02)
     llm = await start(engine)
     task = asyncio.create_task(llm.generate("a", playing("x" * 90)))
     await until(lambda: len(engine.added) == 1)
@@ -82,7 +82,7 @@ async def test_cancelling_the_consumer_aborts_without_awaiting(start: Scripted) 
 
 
 async def test_abort_by_id_ends_the_stream_with_what_was_held(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.02)
     llm = await start(engine)
     deltas = []
     async for delta in llm.stream("a", playing("x" * 90), request_id="mine"):
@@ -96,7 +96,7 @@ async def test_abort_by_id_ends_the_stream_with_what_was_held(start: Scripted) -
 
 
 async def test_an_id_in_use_is_refused(start: Scripted) -> None:
-    llm = await start(FakeEngine(step_seconds=0.002))
+    llm = await start(FakeEngine(step_seconds=0.02))
     stream = llm.stream("a", playing("x" * 90), request_id="mine")
     await anext(stream)
     with pytest.raises(RequestError, match="in use"):
@@ -124,7 +124,7 @@ async def test_the_engine_may_refuse_later(start: Scripted) -> None:
 
 
 async def test_a_stop_string_ends_the_work_in_the_engine(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.02)
     llm = await start(engine)
     out = await llm.generate("a", playing("go klmnop" + "x" * 80, stop=["klm"]))
     assert out.outputs[0].text == "go "
@@ -162,7 +162,7 @@ async def test_an_idle_engine_says_that_it_lives(start: Scripted, monkeypatch: p
 
 
 async def test_close_fails_what_is_open(start: Scripted) -> None:
-    engine = FakeEngine(step_seconds=0.002)
+    engine = FakeEngine(step_seconds=0.02)
     llm = await start(engine)
     task = asyncio.create_task(llm.generate("a", playing("x" * 90)))
     await until(lambda: len(engine.added) == 1)

@@ -89,7 +89,7 @@ async def test_asynchronous(server: Served) -> None:
 
 
 def test_an_error_amid_a_stream_is_raised() -> None:
-    engine = FakeEngine(step_seconds=0.005)
+    engine = FakeEngine(step_seconds=0.02)
     with serving(engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         stream = client.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, extra_body=playing("x" * 90)
