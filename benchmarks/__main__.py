@@ -50,7 +50,10 @@ def run(name: str, engine: str, threads: int, repeats: int, target: Path) -> Non
 
     torch.set_num_threads(threads)
     workload = WORKLOADS[name]
-    seconds = streams.run(engine, workload, repeats) if engine in streams.SERVERS else find(engine)(workload, repeats)
+    if engine in streams.SERVERS:
+        seconds = streams.run(engine, workload, repeats, threads)
+    else:
+        seconds = find(engine)(workload, repeats)
     tokens = 1 if workload.kind == "decode" else workload.num_output_tokens
     result = {
         "workload": name,

@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from typing import IO
 
 import httpx
 
@@ -23,9 +25,9 @@ from benchmarks.workloads import Workload
 SERVERS = ("mini-infer-serve", "transformers-serve")
 
 
-def run(engine: str, workload: Workload, repeats: int) -> list[float]:
+def run(engine: str, workload: Workload, repeats: int, threads: int) -> list[float]:
     """Seconds for all requests of the workload, one entry a repeat, after one round to warm up."""
-    with _server(engine) as base_url:
+    with _server(engine, threads) as base_url:
         _round(engine, base_url, workload)
         return [_round(engine, base_url, workload) for _ in range(repeats)]
 
@@ -41,30 +43,36 @@ def _command(engine: str, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(engine: str) -> Iterator[str]:
+def _server(engine: str, threads: int) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        _command(engine, port), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     base_url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(process, base_url)
-        yield base_url
-    finally:
+    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would stop a server that says much
+        process = subprocess.Popen(
+            _command(engine, port), env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            _wait(process, base_url, log)
+            yield base_url
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(process: subprocess.Popen[bytes], base_url: str) -> None:
+def _wait(process: subprocess.Popen[bytes], base_url: str, log: IO[bytes]) -> None:
     for _ in range(1200):
         if process.poll() is not None:
-            assert process.stderr is not None
-            raise SystemExit(f"the server ended: {process.stderr.read().decode()[-2000:]}")
+            log.seek(0)
+            raise SystemExit(f"the server ended: {log.read().decode(errors='replace')[-2000:]}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{base_url}/health").status_code == 200:
                 return

@@ -1,5 +1,6 @@
 """The host's half of a step: requests, blocks, the plan, the loop."""
 
-from mini_infer.engine.engine import Engine, EngineLimits, EngineParts
+from mini_infer.engine.engine import Engine
+from mini_infer.engine.parts import EngineLimits, EngineParts
 
 __all__ = ["Engine", "EngineLimits", "EngineParts"]

@@ -8,59 +8,26 @@ Two loops side by side: the plain one, and one that launches the next step befor
 same; what ends one step late is discarded exactly.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mini_infer.engine.asking import check_extensions
 from mini_infer.engine.drafting import Drafting
 from mini_infer.engine.late_inputs import LateMasks
 from mini_infer.engine.log import EngineLog
+from mini_infer.engine.parts import EngineParts
 from mini_infer.engine.planner import Planner, RequestTable
 from mini_infer.engine.request import Request, Status
 from mini_infer.errors import EngineError, PluginError, RequestError, in_one_line
 from mini_infer.messages import EngineRequest, EngineStats, FinishReason, TokenDelta
 
 if TYPE_CHECKING:
-    from mini_infer.engine.kv_manager import KVManager
-    from mini_infer.interfaces.executor import Executor, PendingOutput
-    from mini_infer.interfaces.observer import Observer
-    from mini_infer.interfaces.proposer import Proposer
-    from mini_infer.interfaces.sampler import LateLogitsProcessor, LogitsProcessor
-    from mini_infer.interfaces.scheduler import Scheduler
+    from mini_infer.interfaces.executor import PendingOutput
     from mini_infer.plan import Grant, RowOutput, StepOutput, StepPlan
 
 MAX_FAILURES = 3
 """Steps of a request that may raise although it does not raise alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Bounds of one engine, resolved: ``max_model_len`` tokens a request, and so on."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    vocab_size: int
-
-
-@dataclass(slots=True)
-class EngineParts:
-    """What the build step composed."""
-
-    executor: "Executor"
-    scheduler: "Scheduler"
-    kv: "KVManager"
-    limits: EngineLimits
-    proposer: "Proposer | None" = None
-    logits_processors: Sequence["LogitsProcessor"] = ()  # asked here only whether they can take a request
-    late_processors: Sequence["LateLogitsProcessor"] = ()
-    observers: Sequence["Observer"] = ()
-    overlap: bool = False
-    check: bool = False  # prove the block accounting after every step (tests)
-    clock: Callable[[], float] = field(default=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)

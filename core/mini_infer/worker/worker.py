@@ -117,7 +117,8 @@ class Worker:
         if drawing:
             token_index, rows, num_drafts = self._inputs.sampling_rows(step.spans, late, batch.positions)
             logits = self._parts.model.logits(hidden.index_select(0, token_index)).float()
-            ok = torch.isfinite(logits).all(dim=-1)
+            # NaN and both infinities show in the extremes: no mask of the logits' size is made.
+            ok = torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
             raw = self._keep_raw(logits, rows)
             if self._processed or late.masks:
                 logits = self._process(logits, rows, late)

@@ -114,9 +114,11 @@ class FusedKernels(ModelTransform):
             return module
         layers = [layer for layer in module.model.layers if isinstance(layer, DecoderLayer)]
         plain = [layer for layer in layers if _is_plain(layer)]
-        self._log(f"fused-kernels: {len(plain)} of {len(layers)} decoder layers")
-        if len(plain) < len(layers):
-            return module  # one row's stream passes from layer to layer in a form of its own: all or none
+        if len(plain) < len(layers):  # one row's stream has a form of its own between layers: all are fused, or none
+            others = len(layers) - len(plain)
+            self._log(f"fused-kernels: {others} of {len(layers)} decoder layers are not plain; the model runs as it is")
+            return module
+        self._log(f"fused-kernels: {len(layers)} decoder layers replaced")
         for layer in plain:
             vars(layer)["forward"] = FusedLayer(layer)
         norm, head = module.model.norm, module.lm_head
