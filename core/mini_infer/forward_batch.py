@@ -11,7 +11,7 @@ All tensors are views into buffers with fixed addresses, made once (device graph
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,8 @@ class StepShape:
         num_decode_rows: leading rows of ``decode_query_len`` tokens each, padding rows counted if they follow.
         decode_query_len: 1 for plain decode, 1 + drafts for verification; 0 if no row is uniform.
         max_query_len: longest row.
+        last_only: of each row only the last token's hidden state is wanted, so a model may leave the others out of its
+            last layer.
     """
 
     num_rows: int
@@ -36,12 +38,28 @@ class StepShape:
     num_decode_rows: int
     decode_query_len: int
     max_query_len: int
+    last_only: bool = False
 
     @classmethod
-    def of(cls, query_lens: "Sequence[int]", decode_query_len: int) -> "StepShape":
+    def of(cls, query_lens: "Sequence[int]", decode_query_len: int, last_only: bool = False) -> "StepShape":
         """The shape of rows of so many tokens, the first of them uniform unless ``decode_query_len`` is 0."""
         num_decode_rows = next((i for i, n in enumerate(query_lens) if n != decode_query_len), len(query_lens))
-        return cls(len(query_lens), sum(query_lens), num_decode_rows, decode_query_len, max(query_lens))
+        uniform = num_decode_rows == len(query_lens)
+        longest = max(query_lens)
+        return cls(
+            len(query_lens), sum(query_lens), num_decode_rows, decode_query_len, longest, last_only and not uniform
+        )
+
+    @property
+    def gives(self) -> "Literal['logits', 'last', 'hidden']":
+        """What a forward pass of this shape gives.
+
+        ``logits``: every token's, as all rows are uniform and each token draws; ``last``: the hidden state of each
+        row's last token; ``hidden``: every token's.
+        """
+        if self.num_decode_rows == self.num_rows:
+            return "logits"
+        return "last" if self.last_only else "hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +87,8 @@ class ForwardBatch:
     block_table: "torch.Tensor"
     query_lens_host: list[int]
     seq_lens_host: list[int]
+
+    def last_tokens(self, *values: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
+        """Each row's last token of tensors [num_tokens, any]: [num_rows, any]."""
+        index = self.cu_seqlens_q[1:] - 1
+        return tuple(value.index_select(0, index) for value in values)

@@ -41,7 +41,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one request after a step.
 
     Attributes:

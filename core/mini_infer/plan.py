@@ -28,7 +28,7 @@ class NewRow(msgspec.Struct, frozen=True):
     choice: int
 
 
-class Grant(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """One row of a step: so many tokens of one request, and the drafts behind them.
 
     The tokens are the next ``num_tokens`` after those computed. The last known token of a decoding row may not have
@@ -58,7 +58,7 @@ class Copy(msgspec.Struct, frozen=True):
     after_step: int
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step's work. Uniform rows (decode, verify) first, then prompts."""
 
     step_id: int
@@ -93,7 +93,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]] = []
 
 
-class RowOutput(msgspec.Struct, frozen=True):
+class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """What one grant gave."""
 
     token_ids: list[int]  # accepted drafts, then the token drawn after them; empty if the row did not sample
@@ -102,7 +102,7 @@ class RowOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []  # for the prompt positions of this grant, when asked for
 
 
-class StepOutput(msgspec.Struct, frozen=True):
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """A step's answer: one row for each grant, in the plan's order."""
 
     step_id: int

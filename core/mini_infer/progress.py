@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mini_infer.frontend.text_request import TextRequest
+
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -65,3 +67,16 @@ def loading_progress(weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> I
         for name, tensor in weights:
             yield name, tensor
             bar.advance(task, tensor.nbytes)
+
+
+def counted_progress(label: str, items: Iterable[Item], total: int) -> Iterator[Item]:
+    """The same items, with a bar that counts them."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total)

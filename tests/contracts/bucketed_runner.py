@@ -17,7 +17,7 @@ class BucketedRunner(StepRunner):
     """Rows in fours, tokens of prompts in sixteens. A replay gets the host lists of the bucket's first step."""
 
     def __init__(self) -> None:
-        self.first: dict[tuple[int, int], tuple[ForwardBatch, list[int], torch.Tensor]] = {}
+        self.first: dict[tuple[int, int, str], tuple[ForwardBatch, list[int], torch.Tensor]] = {}
         self.num_padded = self.num_replayed = 0
 
     def limits(self, limits: BatchLimits) -> BatchLimits:
@@ -38,7 +38,7 @@ class BucketedRunner(StepRunner):
     def run(self, forward: Callable[[ForwardBatch], torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
         tensors = (batch.input_ids, batch.positions, batch.slot_mapping, batch.cu_seqlens_q)
         addresses = [tensor.data_ptr() for tensor in (*tensors, batch.seq_lens, batch.block_table)]
-        bucket = (batch.shape.num_rows, batch.shape.num_tokens)
+        bucket = (batch.shape.num_rows, batch.shape.num_tokens, batch.shape.gives)
         if bucket not in self.first:
             self.first[bucket] = batch, addresses, forward(batch).clone()
             return self.first[bucket][2]

@@ -33,7 +33,8 @@ from mini_infer.testing.engines import make_engine, tiny_model
 from mini_infer.testing.reference import Equality, reference_of
 from mini_infer.testing.toy_model import ToyAdapter
 from mini_infer.testing.traffic import Traffic, check_traffic
-from mini_infer.worker import Worker, worker
+from mini_infer.worker import Worker, step_inputs, worker
+from mini_infer.worker.answer import PendingStep
 from mini_infer.worker.batch_state import BatchState
 from mini_infer.worker.step_inputs import StepInputs
 
@@ -241,15 +242,18 @@ CASES = {
 
 
 def slot_off_by_one(patch: MonkeyPatch) -> None:
-    after(patch, StepInputs, "_fill", lambda _, self, shape, *rest: self._slot_mapping[: shape.num_tokens].add_(1))
+    def fill(_: Any, self: StepInputs, layout: Any) -> None:
+        self._slot_mapping[: layout.shape.num_tokens].add_(1)
+
+    after(patch, StepInputs, "_fill", fill)
 
 
 def block_table_not_extended(patch: MonkeyPatch) -> None:
-    patch.setattr(BatchState, "grow", lambda self, grant: None)
+    around(patch, BatchState, "extend", lambda call, self, new, grants: call(self, new, []))
 
 
 def padding_in_a_real_block(patch: MonkeyPatch) -> None:
-    after(patch, BatchState, "_extend", lambda _, self, *rest: self.block_table[self.padding_slot].fill_(1))
+    after(patch, BatchState, "extend", lambda _, self, *rest: self.block_table[self.padding_slot].fill_(1))
 
 
 def block_freed_in_flight(patch: MonkeyPatch) -> None:
@@ -275,9 +279,8 @@ def block_leaked(patch: MonkeyPatch) -> None:
 
 
 def rejected_drafts_kept(patch: MonkeyPatch) -> None:
-    def advance(_: Any, self: Any, spans: Any, emitted: Any, num_accepted: Any) -> None:
-        drawing = [span for span in spans if span.grant.samples]
-        for row, span in enumerate(drawing):
+    def advance(_: Any, self: Any, layout: Any, drawing: Any, emitted: Any, num_accepted: Any) -> None:
+        for row, span in enumerate(drawing if num_accepted is not None else ()):
             self._state.num_computed[span.grant.slot] += span.num_drafts - num_accepted[row]
 
     after(patch, Worker, "_advance", advance)
@@ -305,17 +308,17 @@ def seed_by_step(patch: MonkeyPatch) -> None:
 
 
 def choice_ignored(patch: MonkeyPatch) -> None:
-    after(patch, SamplingState, "add", lambda _, self, row: self.choices[row.slot].zero_())
+    after(patch, SamplingState, "add", lambda _, self, *rows: self.choices.zero_())
 
 
 def sampling_parameters_not_cleared(patch: MonkeyPatch) -> None:
-    patch.setattr(SamplingState, "remove", lambda self, slot: None)
+    patch.setattr(SamplingState, "remove", lambda self, *slots: None)
 
 
 def counts_not_cleared(patch: MonkeyPatch) -> None:
-    def remove(call: Any, self: SamplingState, slot: int) -> None:
+    def remove(call: Any, self: SamplingState, *slots: int) -> None:
         counts = None if self.output_counts is None else self.output_counts.clone()
-        call(self, slot)
+        call(self, *slots)
         if self.output_counts is not None and counts is not None:
             self.output_counts.copy_(counts)
 
@@ -323,48 +326,48 @@ def counts_not_cleared(patch: MonkeyPatch) -> None:
 
 
 def output_is_prompt_after_preemption(patch: MonkeyPatch) -> None:
-    def add(call: Any, self: SamplingState, row: Any) -> None:
-        call(self, msgspec.structs.replace(row, num_prompt_tokens=len(row.token_ids)))
+    def add(call: Any, self: SamplingState, *rows: Any) -> None:
+        call(self, *(msgspec.structs.replace(row, num_prompt_tokens=len(row.token_ids)) for row in rows))
 
     around(patch, SamplingState, "add", add)
 
 
 def prompt_forgotten_after_preemption(patch: MonkeyPatch) -> None:
-    def add(call: Any, self: SamplingState, row: Any) -> None:
-        started_over = len(row.token_ids) > row.num_prompt_tokens
-        call(
-            self,
-            msgspec.structs.replace(row, token_ids=row.token_ids[row.num_prompt_tokens :], num_prompt_tokens=0)
-            if started_over
-            else row,
-        )
+    def shortened(row: Any) -> Any:
+        if len(row.token_ids) == row.num_prompt_tokens:
+            return row
+        return msgspec.structs.replace(row, token_ids=row.token_ids[row.num_prompt_tokens :], num_prompt_tokens=0)
+
+    def add(call: Any, self: SamplingState, *rows: Any) -> None:
+        call(self, *map(shortened, rows))
 
     around(patch, SamplingState, "add", add)
 
 
 def position_off_after_preemption(patch: MonkeyPatch) -> None:
     def enter(_: Any, self: BatchState, new: Any) -> None:
-        self.num_computed[new.slot] += len(new.token_ids) > new.num_prompt_tokens
+        for row in new:
+            self.num_computed[row.slot] += len(row.token_ids) > row.num_prompt_tokens
 
     after(patch, BatchState, "enter", enter)
 
 
 def last_token_of_another_row(patch: MonkeyPatch) -> None:
-    def lay_out(call: Any, self: StepInputs, plan: Any) -> Any:
-        spans, ids, at, slots = call(self, plan)
-        return spans, ids, at, slots[::-1]
+    def lay_out(call: Any, *args: Any) -> Any:
+        host = call(*args)
+        return replace(host, last_token_slots=host.last_token_slots[::-1])
 
-    around(patch, StepInputs, "_lay_out", lay_out)
+    around(patch, step_inputs, "lay_out", lay_out)
 
 
 def tokens_of_another_row(patch: MonkeyPatch) -> None:
     """The answers of the last two rows change places."""
 
-    def answer_rows(call: Any, self: Any, step: Any, drawn: Any) -> Any:
-        rows = call(self, step, drawn)
+    def rows_of(call: Any, self: Any, drawn: Any) -> Any:
+        rows = call(self, drawn)
         return [*rows[:-2], *rows[-2:][::-1]]
 
-    around(patch, Worker, "_answer_rows", answer_rows)
+    around(patch, PendingStep, "_rows", rows_of)
 
 
 def answer_to_the_slots_next_request(patch: MonkeyPatch) -> None:
@@ -412,8 +415,8 @@ def logprobs_of_changed_logits(patch: MonkeyPatch) -> None:
 
 
 def prompt_logprobs_one_off(patch: MonkeyPatch) -> None:
-    def prompt_logprobs(call: Any, self: Any, span: Any, hidden: torch.Tensor) -> Any:
-        return call(self, replace(span, first_position=span.first_position + 1), hidden)
+    def prompt_logprobs(call: Any, self: Any, span: Any, output: Any) -> Any:
+        return call(self, replace(span, first_position=span.first_position + 1), output)
 
     around(patch, Worker, "_prompt_logprobs", prompt_logprobs)
 
@@ -476,7 +479,7 @@ def stale_block_matched(patch: MonkeyPatch) -> None:
 # -- planting ----------------------------------------------------------------------------------------------------------
 
 
-def around(patch: MonkeyPatch, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def around(patch: MonkeyPatch, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """``replacement(original, *args)`` runs in place of a method."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **named: replacement(original, *args, **named))

@@ -25,6 +25,7 @@ from mini_infer.engine.kv_manager import KVManager
 from mini_infer.interfaces import BatchLimits, LateLogitsProcessor, LogitsProcessor, Observer, ServerExtension
 from mini_infer.messages import ModelFacts
 from mini_infer.model.checkpoint import LoadedModel, attention_layers, load_checkpoint
+from mini_infer.progress import counted_progress
 from mini_infer.reference.cache_policy import FreeAtOnce
 from mini_infer.reference.scheduler import first_come_first_served
 from mini_infer.reference.step_runner import PlainStepRunner
@@ -118,7 +119,9 @@ class _Builder:
         proposer: Proposer | None = self._one("proposer", lambda: None)
         self._c.check_lengths(proposer)
         on_device = [p for p in processors if isinstance(p, LogitsProcessor)]
-        self._c.executor.start(self._worker(on_device))
+        worker = self._worker(on_device)
+        self._rehearse(worker)
+        self._c.executor.start(worker)
         parts = EngineParts(
             executor=self._c.executor,
             scheduler=self._one("scheduler", first_come_first_served),
@@ -149,6 +152,18 @@ class _Builder:
         server_extensions = [e for e in extensions if isinstance(e, ServerExtension)]
         return BuiltEngine(
             Engine(parts), facts, self._model.tokenizer, self._model.generation, self._c.choices, log, server_extensions
+        )
+
+    def _rehearse(self, worker: Worker) -> None:
+        """Run the shapes that the step runner wants to have run, and say what that took."""
+        total, device = worker.num_rehearsals, self._c.context.device
+        if not total:
+            return
+        started, before = time.monotonic(), _reserved_bytes(device)
+        largest = max(shape.num_rows for shape in counted_progress("rehearsing", worker.rehearse(), total))
+        seconds, taken = time.monotonic() - started, _reserved_bytes(device) - before
+        self._c.log.append(
+            f"rehearsed {total} steps of up to {largest} rows in {seconds:.1f} s; they keep {taken / 2**20:.0f} MiB"
         )
 
     def _worker(self, processors: list[LogitsProcessor]) -> Worker:
@@ -195,6 +210,10 @@ class _Builder:
         for layer, cache in zip(layers, store.device_layers, strict=True):
             layer.bind(backends[layer.spec], cache)
         return store
+
+
+def _reserved_bytes(device: str) -> int:
+    return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
 
 
 def _invalid_token_ids(tokenizer: "Tokenizer | None", vocab_size: int) -> list[int]:

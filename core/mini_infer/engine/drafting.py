@@ -54,7 +54,7 @@ class Drafting:
 
     def observe(self, request: "Request", grant: "Grant", row: "RowOutput") -> None:
         """Tell the proposer how a step's drafts fared."""
-        if self._proposer is not None and grant.draft_token_ids:
+        if self._proposer is not None:
             with self._asking:
                 self._proposer.observe(request.request_id, len(grant.draft_token_ids), len(row.token_ids) - 1)
 

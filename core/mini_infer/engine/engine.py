@@ -209,11 +209,12 @@ class Engine:
         request.suspect = False
         if not launched.stale:
             request.num_computed_tokens += grant.num_tokens + max(len(row.token_ids) - 1, 0)
-        prompt_logprobs = request.new_prompt_logprobs(row.prompt_logprobs)
+        prompt_logprobs = request.new_prompt_logprobs(row.prompt_logprobs) if row.prompt_logprobs else []
         token_ids, reason, stop_id = request.append(row.token_ids)
         if not launched.stale:
             self._kv.commit(request)
-        self._drafting.observe(request, grant, row)
+        if grant.draft_token_ids:
+            self._drafting.observe(request, grant, row)
         if not (token_ids or prompt_logprobs or reason):
             return
         self._log.num_generated_tokens += len(token_ids)

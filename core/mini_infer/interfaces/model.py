@@ -68,6 +68,9 @@ class ModelConfig:
 class CausalLM(ABC):
     """What an adapter's module can do. The module itself is a ``torch.nn.Module`` made of core layers."""
 
+    leaves_out: ClassVar[bool] = False
+    """It honours ``batch.shape.last_only``: ``forward`` then gives [num_rows, hidden_size], each row's last token."""
+
     @abstractmethod
     def forward(self, input_ids: "torch.Tensor", positions: "torch.Tensor", batch: "ForwardBatch") -> "torch.Tensor":
         """Hidden states after the final norm.
@@ -75,7 +78,8 @@ class CausalLM(ABC):
         Args:
             input_ids: [num_tokens] int64, all rows packed one after another.
             positions: [num_tokens] int64, each token's index in its own sequence.
-            batch: what attention needs; handed to every ``Attention`` layer, never looked into by the model.
+            batch: what attention needs; handed to every ``Attention`` layer, never looked into by the model but for
+                ``shape.last_only`` if the class says that it honours that.
 
         Returns:
             [num_tokens, hidden_size] in the model's dtype.

@@ -52,6 +52,22 @@ class Sampler(ABC):
             state: sampling parameters, penalty counts and seeds by slot.
         """
 
+    def greedy(
+        self, logits: "torch.Tensor", invalid_token_ids: "torch.Tensor | None"
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """What ``sample`` gives for rows at T = 0 without penalties or bias; asked when all rows of a step are so.
+
+        Args:
+            logits: [num_rows, vocab_size] as the model gave them, in its dtype; may be overwritten.
+            invalid_token_ids: ``SamplingState.invalid_token_ids``.
+
+        Returns:
+            Tokens [num_rows] int64, and [num_rows] bool, whether all of a row's logits are finite.
+        """
+        from mini_infer.sampling.greedy import greedy
+
+        return greedy(logits, invalid_token_ids)
+
 
 class LogitsProcessor(ABC):
     """Changes logits on the device, batched, before penalties and sampling."""

@@ -30,6 +30,13 @@ class StepRunner(ABC):
         """
         return
 
+    def rehearsals(self) -> "Sequence[StepShape]":
+        """Shapes to be run once before the first request, on padding rows, so that no request waits for a capture.
+
+        Uniform ones: ``num_rows`` rows of ``decode_query_len`` tokens. None by default.
+        """
+        return ()
+
     @abstractmethod
     def shape(self, shape: "StepShape") -> "StepShape":
         """The bucket for a step of this exact shape: at least as many rows and tokens, before metadata is built.
@@ -41,4 +48,4 @@ class StepRunner(ABC):
 
     @abstractmethod
     def run(self, forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch") -> "torch.Tensor":
-        """Hidden states [batch.shape.num_tokens, hidden_size] of ``forward(batch)``, replayed or run."""
+        """What ``forward(batch)`` gives, replayed or run; ``batch.shape.gives`` says what that is."""

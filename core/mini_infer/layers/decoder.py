@@ -12,7 +12,7 @@ Each norm adds the residual that the layer before left, so that one fused operat
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -117,10 +117,15 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP, each after a norm and with a residual around it."""
+    """Attention, then MLP, each after a norm and with a residual around it.
+
+    Attributes:
+        is_last: with ``batch.shape.last_only`` it leaves all but each row's last token out of its MLP.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, rotary: RotaryEmbedding, parallel: ParallelContext) -> None:
         super().__init__()
+        self.is_last = layer == len(config.sliding_windows) - 1
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
         self.self_attn = DecoderAttention(config, layer, rotary, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
@@ -129,12 +134,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: "ForwardBatch"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer adds, and the residual to add it to; both [num_tokens, hidden_size]."""
+        """What the layer adds, and the residual to add it to; both [num_tokens, hidden_size], or of the tokens kept."""
         if residual is None:
             residual, x = x, self.input_layernorm(x)
         else:
             x, residual = self.input_layernorm(x, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, batch), residual)
+        x = self.self_attn(x, batch)
+        if self.is_last and batch.shape.last_only:
+            x, residual = batch.last_tokens(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -167,6 +175,8 @@ class DecoderForCausalLM(nn.Module, CausalLM):
         rotary: shared by all layers.
         parallel: this rank.
     """
+
+    leaves_out: ClassVar[bool] = True
 
     def __init__(self, config: DecoderConfig, rotary: RotaryEmbedding, parallel: ParallelContext = SINGLE) -> None:
         super().__init__()

@@ -24,7 +24,10 @@ class PluginSet:
 PLUGIN_SETS: Mapping[str, PluginSet] = {
     "default": PluginSet(
         "what serves best on this device",
-        {"cpu": ("cpu-attention", "cpu-kernels"), "cuda": ("triton-attention", "fused-kernels")},
+        {
+            "cpu": ("cpu-attention", "cpu-kernels"),
+            "cuda": ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs"),
+        },
     ),
     "paged-attention": PluginSet(
         "attention over block tables", {"cpu": ("cpu-attention",), "cuda": ("triton-attention",)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mini_infer.interfaces.sampler import Sampler, SamplingRows
+from mini_infer.sampling.greedy import argmax
 from mini_infer.sampling.noise import NOISE_MAX, gumbel
 from mini_infer.sampling.penalties import adjust_logits
 from mini_infer.sampling.state import to_device
@@ -28,8 +29,6 @@ _NUM_CANDIDATES = 1024
 # On a CPU, vocabularies from here on are looked through for tokens that cannot win before noise is made for the others.
 _LARGE_VOCAB = 8192
 
-_BLOCK = 64
-
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -39,7 +38,7 @@ class ReferenceSampler(Sampler):
     def sample(self, logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> torch.Tensor:
         """See ``Sampler.sample``."""
         logits = adjust_logits(logits, rows, state)
-        tokens = _argmax(logits)
+        tokens = argmax(logits)
         if not state.sampled_slots:
             return tokens
         small_top_k, nucleus, whole = _groups(rows.slots_host, state)
@@ -129,14 +128,14 @@ def _draw_whole(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     slots, scaled = draws.slots, draws.scaled
     scaled.masked_fill_(scaled < state.min_p[slots, None].log(), -torch.inf)
     noise = gumbel(state.seeds[slots], draws.positions, state.choices[slots], vocab_size=state.vocab_size)
-    return _argmax(scaled.add_(noise))
+    return argmax(scaled.add_(noise))
 
 
 def _draw_possible(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     """As ``_draw_whole``, without the tokens that would lose to the most likely one with the largest noise there is."""
     slots, scaled = draws.slots, draws.scaled
     seeds, positions, choices = state.seeds[slots], draws.positions, state.choices[slots]
-    to_beat = gumbel(seeds, positions, choices, token_ids=_argmax(scaled)[:, None])  # the score of z = 0
+    to_beat = gumbel(seeds, positions, choices, token_ids=argmax(scaled)[:, None])  # the score of z = 0
     possible = (scaled >= torch.maximum(to_beat - NOISE_MAX, state.min_p[slots, None].log())).view(-1).nonzero()[:, 0]
     if 2 * possible.shape[0] > scaled.numel():
         return _draw_whole(draws, state)
@@ -144,13 +143,4 @@ def _draw_possible(draws: _Draws, state: "SamplingState") -> torch.Tensor:
     token_ids = (possible - row * state.vocab_size)[:, None]
     scores = scaled.view(-1)[possible] + gumbel(seeds[row], positions[row], choices[row], token_ids=token_ids)[:, 0]
     scaled.fill_(-torch.inf).view(-1)[possible] = scores
-    return _argmax(scaled)
-
-
-def _argmax(values: torch.Tensor) -> torch.Tensor:
-    """[num_rows] int64, the lowest id of each row's maximum. On a CPU, maxima of blocks are far quicker than ids."""
-    if values.device.type != "cpu" or values.shape[1] % _BLOCK:
-        return values.argmax(dim=1)
-    blocks = values.reshape(values.shape[0], -1, _BLOCK)
-    best = blocks.amax(dim=2).argmax(dim=1)
-    return best * _BLOCK + blocks[torch.arange(len(blocks)), best].argmax(dim=1)
+    return argmax(scaled)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mini_infer.plan import NewRow
+    from mini_infer.sampling_params import SamplingParams
 
 _SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # a temperature above 0 stays above 0 in float32
 
@@ -26,6 +27,10 @@ def to_device(values: "Sequence[int] | Sequence[float]", dtype: torch.dtype, dev
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _has_penalties(params: "SamplingParams") -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 class SamplingState:
@@ -108,34 +113,39 @@ class SamplingState:
         invalid = sorted({*invalid_token_ids, *range(first_invalid, vocab_size)})
         self.invalid_token_ids = to_device(invalid, torch.int64, self.device) if invalid else None
 
-    def add(self, row: "NewRow") -> None:
-        """A request enters at ``row.slot``, which must be free. Counts are rebuilt from its tokens after preemption."""
+    def add(self, *rows: "NewRow") -> None:
+        """Requests enter at their slots, which must be free. Counts are rebuilt from tokens after preemption."""
+        slots = [row.slot for row in rows]
+        self._write(self.seeds, slots, [as_int64(row.seed) for row in rows])
+        self._write(self.choices, slots, [row.choice for row in rows])
+        self._add_sampling([row for row in rows if row.params.temperature > 0.0])
+        for row in rows:
+            if _has_penalties(row.params):
+                self._add_penalties(row)
+            if row.params.logit_bias:
+                self._add_bias(row.slot, row.params.logit_bias)
+
+    def _write(self, column: torch.Tensor, slots: "Sequence[int]", values: "Sequence[int] | Sequence[float]") -> None:
+        if slots:
+            index = to_device(slots, torch.int64, self.device)
+            column.index_copy_(0, index, to_device(values, column.dtype, self.device))
+
+    def _add_sampling(self, rows: "Sequence[NewRow]") -> None:
+        top_k = {row.slot: row.params.top_k for row in rows if 0 < row.params.top_k < self.vocab_size}
+        top_p = {row.slot: row.params.top_p for row in rows if row.params.top_p < 1.0}
+        min_p = {row.slot: row.params.min_p for row in rows if row.params.min_p > 0.0}
+        slots = [row.slot for row in rows]
+        self._write(self.temperature, slots, [max(row.params.temperature, _SMALLEST_TEMPERATURE) for row in rows])
+        self._write(self.top_k, list(top_k), list(top_k.values()))
+        self._write(self.top_p, list(top_p), list(top_p.values()))
+        self._write(self.min_p, list(min_p), list(min_p.values()))
+        self.sampled_slots.update(slots)
+        self.top_k_slots.update(top_k)
+        self.top_p_slots.update(top_p)
+        self.min_p_slots.update(min_p)
+
+    def _add_penalties(self, row: "NewRow") -> None:
         params, slot = row.params, row.slot
-        self.seeds[slot].fill_(as_int64(row.seed))
-        self.choices[slot].fill_(row.choice)
-        if params.temperature > 0.0:
-            self._add_sampling(slot, row)
-        if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            self._add_penalties(slot, row)
-        if params.logit_bias:
-            self._add_bias(slot, params.logit_bias)
-
-    def _add_sampling(self, slot: int, row: "NewRow") -> None:
-        params = row.params
-        self.sampled_slots.add(slot)
-        self.temperature[slot].fill_(max(params.temperature, _SMALLEST_TEMPERATURE))
-        if 0 < params.top_k < self.vocab_size:
-            self.top_k_slots[slot] = params.top_k
-            self.top_k[slot].fill_(params.top_k)
-        if params.top_p < 1.0:
-            self.top_p_slots.add(slot)
-            self.top_p[slot].fill_(params.top_p)
-        if params.min_p > 0.0:
-            self.min_p_slots.add(slot)
-            self.min_p[slot].fill_(params.min_p)
-
-    def _add_penalties(self, slot: int, row: "NewRow") -> None:
-        params = row.params
         if self.output_counts is None or self.prompt_mask is None:
             shape = (self.num_slots, self.vocab_size)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -164,17 +174,23 @@ class SamplingState:
         self.bias_token_ids[slot, :count] = to_device(list(logit_bias), torch.int64, self.device)
         self.bias_values[slot, :count] = to_device(list(logit_bias.values()), torch.float32, self.device)
 
-    def remove(self, slot: int) -> None:
-        """The request at ``slot`` is released; the slot is as if never used."""
+    def remove(self, *slots: int) -> None:
+        """The requests at ``slots`` are released; the slots are as if never used."""
+        if not slots:
+            return
+        index = to_device(slots, torch.int64, self.device)
         for column, off in self._columns_and_off_values():
-            column[slot].fill_(off)
-        if slot in self.penalty_slots and self.output_counts is not None and self.prompt_mask is not None:
+            column.index_fill_(0, index, off)
+        for slot in self.penalty_slots.intersection(slots):
+            assert self.output_counts is not None and self.prompt_mask is not None
             self.output_counts[slot].zero_()
             self.prompt_mask[slot].zero_()
-        if slot in self.bias_slots and self.bias_token_ids is not None and self.bias_values is not None:
+        for slot in self.bias_slots.keys() & set(slots):
+            assert self.bias_token_ids is not None and self.bias_values is not None
             self.bias_token_ids[slot].zero_()
             self.bias_values[slot].zero_()
-        for slots in (
+            del self.bias_slots[slot]
+        for group in (
             self.sampled_slots,
             self.top_p_slots,
             self.min_p_slots,
@@ -182,9 +198,9 @@ class SamplingState:
             self.repetition_slots,
             self.output_penalty_slots,
         ):
-            slots.discard(slot)
-        self.top_k_slots.pop(slot, None)
-        self.bias_slots.pop(slot, None)
+            group.difference_update(slots)
+        for slot in slots:
+            self.top_k_slots.pop(slot, None)
 
     def _columns_and_off_values(self) -> list[tuple[torch.Tensor, float]]:
         return [
@@ -199,6 +215,11 @@ class SamplingState:
             (self.choices, 0),
             (self._counted, 0),
         ]
+
+    def greedy(self, slots_host: "Sequence[int]") -> bool:
+        """Whether all of these want their most likely token, with neither penalties nor bias."""
+        special = (self.sampled_slots, self.penalty_slots, self.bias_slots.keys())
+        return not any(special) or all(group.isdisjoint(slots_host) for group in special)
 
     def record(self, slots: torch.Tensor, token_ids: torch.Tensor, slots_host: "Sequence[int]") -> None:
         """Accepted tokens join the output that penalties count. Rows without penalties are passed over.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from mini_infer import garbage
 from mini_infer.errors import RequestError
 from mini_infer.messages import EngineRequest, EngineStats, TokenDelta  # noqa: TC001 (msgspec reads them)
 
@@ -119,17 +120,18 @@ def serve_engine(
         send: takes each step's outputs.
     """
     last_sent = time.monotonic()
-    while True:
-        rejections: list[Rejection] = []
-        for command in receive(_patience(engine)):
-            if isinstance(command, Stop):
-                return
-            rejections += _obey(engine, command)
-        deltas = engine.step() if engine.has_work() else []
-        now = time.monotonic()
-        if deltas or rejections or now - last_sent >= HEARTBEAT_SECONDS:
-            send(Outputs(deltas, engine.stats(), rejections))
-            last_sent = now
+    with garbage.frozen():
+        while True:
+            rejections: list[Rejection] = []
+            for command in receive(_patience(engine)):
+                if isinstance(command, Stop):
+                    return
+                rejections += _obey(engine, command)
+            deltas = engine.step() if engine.has_work() else []
+            now = time.monotonic()
+            if deltas or rejections or now - last_sent >= HEARTBEAT_SECONDS:
+                send(Outputs(deltas, engine.stats(), rejections))
+                last_sent = now
 
 
 def _patience(engine: Engine) -> float:

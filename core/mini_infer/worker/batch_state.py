@@ -2,15 +2,17 @@
 
 Contract: a slot is cleared on release, so nothing of a request reaches the next one in its slot. The last slot is the
 padding row: no tokens, null block. After drafts were rejected the true lengths exist on the device only; the host keeps
-upper bounds until a step is read.
+upper bounds until a step is read. A step's changes reach the device in a few operations, however many rows they touch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from mini_infer.plan import Grant, NewRow
+from mini_infer.sampling.state import to_device
 
 
 @dataclass(slots=True)
@@ -57,34 +59,48 @@ class BatchState:
         """The slot that padding rows use."""
         return self.last_token.shape[0] - 1
 
-    def enter(self, new: NewRow) -> None:
-        """A request enters its slot."""
-        self.num_computed[new.slot] = new.num_computed_tokens
-        self.rows[new.slot] = HostRow(
-            token_ids=np.asarray(new.token_ids, dtype=np.int64),
-            num_prompt_tokens=new.num_prompt_tokens,
-            params_prompt_logprobs=new.params.prompt_logprobs,
-            params_logprobs=new.params.logprobs,
-            num_run=new.num_computed_tokens,
-            max_computed=new.num_computed_tokens,
-        )
-        self._extend(new.slot, new.block_ids)
+    def clear(self, slots: Sequence[int]) -> None:
+        """Slots are released; clearing a free slot changes nothing."""
+        used = [slot for slot in slots if self.rows.pop(slot, None) is not None]
+        if used:
+            index = to_device(used, torch.int64, self.last_token.device)
+            self.last_token.index_fill_(0, index, 0)
+            self.num_computed.index_fill_(0, index, 0)
+            self.block_table.index_fill_(0, index, 0)
 
-    def grow(self, grant: Grant) -> None:
-        """A row gets the blocks that its grant brings."""
-        if grant.new_block_ids:
-            self._extend(grant.slot, grant.new_block_ids)
+    def enter(self, new: Sequence[NewRow]) -> None:
+        """Requests enter their slots; their blocks come with ``extend``."""
+        for row in new:
+            self.rows[row.slot] = HostRow(
+                token_ids=np.asarray(row.token_ids, dtype=np.int64),
+                num_prompt_tokens=row.num_prompt_tokens,
+                params_prompt_logprobs=row.params.prompt_logprobs,
+                params_logprobs=row.params.logprobs,
+                num_run=row.num_computed_tokens,
+                max_computed=row.num_computed_tokens,
+            )
+        if new:
+            values = to_device(
+                [*(row.slot for row in new), *(row.num_computed_tokens for row in new)],
+                torch.int64,
+                self.num_computed.device,
+            )
+            self.num_computed.index_copy_(0, *values.chunk(2))
 
-    def clear(self, slot: int) -> None:
-        """A slot is released; clearing a free slot changes nothing."""
-        if self.rows.pop(slot, None) is not None:
-            self.last_token[slot] = 0
-            self.num_computed[slot] = 0
-            self.block_table[slot].zero_()
-
-    def _extend(self, slot: int, block_ids: list[int]) -> None:
-        row = self.rows[slot]
-        if block_ids:
-            blocks = torch.tensor(block_ids, dtype=torch.int32, device=self.block_table.device)
-            self.block_table[slot, row.num_blocks : row.num_blocks + len(block_ids)] = blocks
+    def extend(self, new: Sequence[NewRow], grants: Sequence[Grant]) -> None:
+        """Rows get the blocks that they bring with them, and those that their grants bring."""
+        cells: list[int] = []
+        blocks: list[int] = []
+        for slot, block_ids in (
+            *((row.slot, row.block_ids) for row in new),
+            *((grant.slot, grant.new_block_ids) for grant in grants if grant.new_block_ids),
+        ):
+            row = self.rows[slot]
+            first = slot * self.block_table.shape[1] + row.num_blocks
+            cells += range(first, first + len(block_ids))
+            blocks += block_ids
             row.num_blocks += len(block_ids)
+        if cells:
+            values = to_device([*cells, *blocks], torch.int64, self.block_table.device)
+            where, ids = values.chunk(2)
+            self.block_table.view(-1).index_copy_(0, where, ids.to(torch.int32))

@@ -1,10 +1,11 @@
 """From a plan to a packed batch: token ids, positions, slots, lengths, in buffers with fixed addresses.
 
 Contract: everything that depends on how many drafts were accepted (positions, lengths, slots) is computed on the device
-from ``BatchState``; the host adds only what a plan says. Rows of padding run on the null block.
+from ``BatchState``; the host adds only what a plan says, and nothing while the same rows decode. Rows of padding run on
+the null block.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,20 +15,9 @@ from mini_infer.forward_batch import ForwardBatch, StepShape
 from mini_infer.interfaces.attention import BatchLimits
 from mini_infer.interfaces.sampler import SamplingRows
 from mini_infer.interfaces.step_runner import StepRunner
-from mini_infer.plan import Grant, LateInputs, StepPlan
-from mini_infer.worker.batch_state import BatchState, HostRow
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """Where one grant lies in the packed batch."""
-
-    grant: Grant
-    start: int  # its first token's index
-    num_tokens: int
-    num_drafts: int
-    row: HostRow  # as it was when this step was laid out: the slot may have another by the time it is read
-    first_position: int  # of its first token; exact only while the row runs its prompt
+from mini_infer.plan import LateInputs, StepPlan
+from mini_infer.worker.batch_state import BatchState
+from mini_infer.worker.layout import HostLayout, Layout, lay_out, query_lens_of
 
 
 class StepInputs:
@@ -44,6 +34,8 @@ class StepInputs:
         self._block_size = limits.block_size
         self._limits = limits
         self._device = torch.device(device)
+        self._layout: Layout | None = None  # of the last step
+        self._batch: ForwardBatch | None = None
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -55,58 +47,75 @@ class StepInputs:
         self._seq_lens = zeros(limits.max_num_rows, dtype=torch.int32)
         self._block_table = zeros(limits.max_num_rows, limits.max_blocks_per_row, dtype=torch.int32)
 
-    def prepare(self, plan: StepPlan, runner: StepRunner) -> tuple[ForwardBatch, list[RowSpan]]:
-        """The step's batch, padded as ``runner`` wishes, and where each grant lies in it."""
-        spans, input_ids, last_token_at, last_token_slots = self._lay_out(plan)
-        query_lens = [span.num_tokens + span.num_drafts for span in spans]
-        slots = [span.grant.slot for span in spans]
-        seq_lens_host = [self._state.rows[s].max_computed + n for s, n in zip(slots, query_lens, strict=True)]
-        decodes = spans[0].num_tokens == 1 and spans[0].grant.samples
-        shape, padding = self._pad(query_lens, query_lens[0] if decodes else 0, runner)
-        if padding:
-            query_lens += padding
-            slots += [self._state.padding_slot] * len(padding)
-            seq_lens_host += padding
-            input_ids = np.concatenate([input_ids, np.zeros(sum(padding), dtype=np.int64)])
-        self._fill(shape, slots, query_lens, input_ids, last_token_at, last_token_slots)
-        batch = ForwardBatch(
-            shape=shape,
-            input_ids=self._input_ids[: shape.num_tokens],
-            positions=self._positions[: shape.num_tokens],
-            slot_mapping=self._slot_mapping[: shape.num_tokens],
-            cu_seqlens_q=self._cu_seqlens_q[: shape.num_rows + 1],
-            seq_lens=self._seq_lens[: shape.num_rows],
-            block_table=self._block_table[: shape.num_rows],
-            query_lens_host=query_lens,
-            seq_lens_host=seq_lens_host,
-        )
-        return batch, spans
+    def prepare(self, plan: StepPlan, runner: StepRunner, leaves_out: bool) -> tuple[ForwardBatch, Layout]:
+        """The step's batch, padded as ``runner`` wishes, and where each grant lies in it.
 
-    def _lay_out(self, plan: StepPlan) -> tuple[list[RowSpan], np.ndarray, list[int], list[int]]:
-        spans: list[RowSpan] = []
-        pieces: list[np.ndarray] = []
-        last_token_at: list[int] = []
-        last_token_slots: list[int] = []
-        start = 0
-        for grant in plan.grants:
-            row = self._state.rows[grant.slot]
-            known = row.token_ids[row.num_run : row.num_run + grant.num_tokens]
-            pieces.append(known)
-            if len(known) < grant.num_tokens:  # the row has caught up: its next token is on the device only
-                last_token_at.append(start + len(known))
-                last_token_slots.append(grant.slot)
-                pieces.append(np.zeros(1, dtype=np.int64))
-            if grant.draft_token_ids:
-                pieces.append(np.asarray(grant.draft_token_ids, dtype=np.int64))
-            num_drafts = len(grant.draft_token_ids)
-            spans.append(RowSpan(grant, start, grant.num_tokens, num_drafts, row, row.num_run))
-            row.num_run += len(known)
-            start += grant.num_tokens + num_drafts
-        return spans, np.concatenate(pieces), last_token_at, last_token_slots
+        Args:
+            plan: with grants.
+            runner: chooses the padded shape.
+            leaves_out: the model honours ``StepShape.last_only``.
+        """
+        layout, batch = self._layout, self._batch
+        if layout is not None and batch is not None and layout.serves(plan):
+            torch.index_select(self._state.last_token, 0, layout.slots, out=batch.input_ids)
+            batch = replace(batch, seq_lens_host=self._seq_lens_host(layout))
+        else:
+            layout = self._new_layout(plan, runner, leaves_out)
+            batch = self._view(layout)
+        self._fill(layout)
+        self._layout, self._batch = layout, batch
+        return batch, layout
 
-    def _pad(self, query_lens: list[int], decode_query_len: int, runner: StepRunner) -> tuple[StepShape, list[int]]:
-        """The padded shape that the runner chose, and the tokens of each padding row."""
-        exact = StepShape.of(query_lens, decode_query_len)
+    def rehearsal(self, shape: StepShape) -> ForwardBatch:
+        """A batch of padding rows alone."""
+        rows, query_len = shape.num_rows, shape.decode_query_len
+        pieces = [
+            np.full(rows, self._state.padding_slot),
+            np.full(rows, query_len),
+            np.repeat(np.arange(rows), query_len),
+            np.tile(np.arange(query_len), rows),
+        ]
+        slot, query_len_there, row, offset = self._upload(pieces)
+        self._input_ids[: shape.num_tokens].zero_()
+        self._cu_seqlens_q[1 : rows + 1].copy_(query_len_there.cumsum(0))
+        lens, slots = [query_len] * rows, [self._state.padding_slot] * rows
+        layout = Layout(shape, [], query_len == 1, slot, query_len_there, row, offset, lens, slots)
+        self._layout = self._batch = None
+        self._fill(layout)
+        return self._view(layout)
+
+    def _new_layout(self, plan: StepPlan, runner: StepRunner, leaves_out: bool) -> Layout:
+        """The plan's layout, padded, on the device; the token ids go straight to their buffer."""
+        host = lay_out(plan, self._state)
+        query_lens = query_lens_of(host.spans)
+        first = host.spans[0]
+        decodes = first.num_tokens == 1 and first.grant.samples
+        last_only = leaves_out and all(span.wants_last_only for span in host.spans)
+        decode_query_len = query_lens[0] if decodes else 0
+        padding = self._pad(StepShape.of(query_lens, decode_query_len, last_only), runner)
+        shape = StepShape.of([*query_lens, *padding], decode_query_len, last_only)
+        query_lens += padding
+        slots = [span.grant.slot for span in host.spans] + [self._state.padding_slot] * len(padding)
+        lens = np.asarray(query_lens, dtype=np.int64)
+        ends = np.cumsum(lens)
+        row_of_token = np.repeat(np.arange(len(lens)), lens)
+        offsets = np.arange(shape.num_tokens) - (ends - lens)[row_of_token]
+        ids = np.concatenate([host.input_ids, np.zeros(sum(padding), dtype=np.int64)])
+        pieces = [np.asarray(slots, dtype=np.int64), lens, row_of_token, offsets, ids]
+        slot, query_len, row, offset, ids_there = self._upload(pieces)
+        self._input_ids[: shape.num_tokens].copy_(ids_there)
+        self._add_last_tokens(host)
+        self._cu_seqlens_q[1 : shape.num_rows + 1].copy_(query_len.cumsum(0))
+        steady = host.decodes and shape.num_tokens == shape.num_rows
+        return Layout(shape, host.spans, steady, slot, query_len, row, offset, query_lens, slots)
+
+    def _add_last_tokens(self, host: HostLayout) -> None:
+        if host.last_token_at:
+            at, slots = self._upload([np.asarray(host.last_token_at), np.asarray(host.last_token_slots)])
+            self._input_ids.index_copy_(0, at, self._state.last_token.index_select(0, slots))
+
+    def _pad(self, exact: StepShape, runner: StepRunner) -> list[int]:
+        """The tokens of each padding row that the runner wants."""
         chosen = runner.shape(exact)
         more_rows, more_tokens = chosen.num_rows - exact.num_rows, chosen.num_tokens - exact.num_tokens
         each, left = divmod(more_tokens, more_rows) if more_rows > 0 else (0, more_tokens)
@@ -115,56 +124,64 @@ class StepInputs:
         longest = (self._limits.max_blocks_per_row - 1) * self._block_size + 1  # what any row may reach
         if sum(padding) != more_tokens or not all(1 <= n <= longest for n in padding) or more_rows < 0 or not fits:
             raise PluginError(f"step runner {type(runner).__name__} chose shape {chosen} for {exact}")
-        return StepShape.of([*query_lens, *padding], decode_query_len), padding
+        return padding
 
-    def _fill(
-        self,
-        shape: StepShape,
-        slots: list[int],
-        query_lens: list[int],
-        input_ids: np.ndarray,
-        last_token_at: list[int],
-        last_token_slots: list[int],
-    ) -> None:
-        lens = np.asarray(query_lens, dtype=np.int64)
-        ends = np.cumsum(lens)
-        row_of_token = np.repeat(np.arange(len(lens)), lens)
-        offsets = np.arange(shape.num_tokens) - (ends - lens)[row_of_token]
-        host = np.concatenate([np.asarray(slots, dtype=np.int64), lens, row_of_token, offsets, input_ids])
-        on_device = self._upload(host)
-        num_rows, num_tokens = shape.num_rows, shape.num_tokens
-        sizes = [num_rows, num_rows, num_tokens, num_tokens, num_tokens]
-        slot, query_len, row, offset, ids = torch.split(on_device, sizes)
+    def _view(self, layout: Layout) -> ForwardBatch:
+        shape = layout.shape
+        return ForwardBatch(
+            shape=shape,
+            input_ids=self._input_ids[: shape.num_tokens],
+            positions=self._positions[: shape.num_tokens],
+            slot_mapping=self._slot_mapping[: shape.num_tokens],
+            cu_seqlens_q=self._cu_seqlens_q[: shape.num_rows + 1],
+            seq_lens=self._seq_lens[: shape.num_rows],
+            block_table=self._block_table[: shape.num_rows],
+            query_lens_host=layout.query_lens_host,
+            seq_lens_host=self._seq_lens_host(layout),
+        )
 
-        self._input_ids[:num_tokens].copy_(ids)
-        if last_token_at:
-            where = self._upload(np.asarray([last_token_at, last_token_slots], dtype=np.int64))
-            self._input_ids.index_copy_(0, where[0], self._state.last_token.index_select(0, where[1]))
-        computed = self._state.num_computed.index_select(0, slot)
+    def _seq_lens_host(self, layout: Layout) -> list[int]:
+        computed = [span.row.max_computed for span in layout.spans]
+        computed += [0] * (len(layout.query_lens_host) - len(computed))
+        return [c + n for c, n in zip(computed, layout.query_lens_host, strict=True)]
+
+    def _fill(self, layout: Layout) -> None:
+        """Positions, lengths, block tables and slots from the device's state of each row."""
+        num_rows, num_tokens = layout.shape.num_rows, layout.shape.num_tokens
+        computed = self._state.num_computed.index_select(0, layout.slots)
         positions = self._positions[:num_tokens]
-        torch.add(computed.index_select(0, row), offset, out=positions)
-        self._cu_seqlens_q[1 : num_rows + 1].copy_(query_len.cumsum(0))
-        self._seq_lens[:num_rows].copy_(computed + query_len)
+        if layout.decodes:
+            positions.copy_(computed)
+        else:
+            torch.add(computed.index_select(0, layout.row_of_token), layout.offsets, out=positions)
+        self._seq_lens[:num_rows].copy_(computed + layout.query_lens)
         table = self._block_table[:num_rows]
-        torch.index_select(self._state.block_table, 0, slot, out=table)
+        torch.index_select(self._state.block_table, 0, layout.slots, out=table)
         block = torch.div(positions, self._block_size, rounding_mode="floor")
-        block_id = table.view(-1).index_select(0, row * table.shape[1] + block).to(torch.int64)
+        block_id = table.view(-1).index_select(0, layout.row_of_token * table.shape[1] + block).to(torch.int64)
         self._slot_mapping[:num_tokens].copy_(block_id * self._block_size + positions % self._block_size)
 
     def sampling_rows(
-        self, spans: list[RowSpan], late: LateInputs, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, SamplingRows, list[int]]:
+        self, layout: Layout, late: LateInputs, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, SamplingRows, list[int]]:
         """Which positions draw.
 
         Returns:
-            ([num_rows] token index of each drawing position, the rows, drafts verified for each drawing span).
+            ([num_rows] where each drawing position's output is, or None if the first ones draw; the rows; drafts
+            verified for each drawing span).
         """
+        if layout.decodes:
+            count = len(layout.spans)
+            rows = SamplingRows(
+                layout.slots[:count], positions[:count] + 1, None, layout.slots_host[:count], [0] * count
+            )
+            return None, rows, [0] * count
         token_index: list[int] = []
         slots: list[int] = []
         draft_index: list[int] = []
         num_drafts: list[int] = []
         before: list[list[int]] = []
-        for span in spans:
+        for span in layout.spans:
             if not span.grant.samples:
                 continue
             kept = late.kept_drafts.get(span.grant.slot, span.num_drafts)
@@ -178,19 +195,18 @@ class StepInputs:
         width = max(draft_index, default=0)
         drafts_before = None
         if width:
-            drafts_before = self._upload(np.array([d + [-1] * (width - len(d)) for d in before], dtype=np.int64))
-        where = self._upload(np.asarray([token_index, slots], dtype=np.int64))
-        rows = SamplingRows(
-            slots=where[1],
-            positions=positions.index_select(0, where[0]) + 1,
-            drafts_before=drafts_before,
-            slots_host=slots,
-            draft_index_host=draft_index,
-        )
-        return where[0], rows, num_drafts
+            padded = np.array([d + [-1] * (width - len(d)) for d in before], dtype=np.int64)
+            drafts_before = self._upload([padded.ravel()])[0].view(-1, width)
+        at, slot = self._upload([np.asarray(token_index), np.asarray(slots)])
+        output_at = at
+        if layout.shape.gives == "last":
+            output_at = self._upload([np.asarray([i for i, s in enumerate(layout.spans) if s.grant.samples])])[0]
+        rows = SamplingRows(slot, positions.index_select(0, at) + 1, drafts_before, slots, draft_index)
+        return output_at, rows, num_drafts
 
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+    def _upload(self, pieces: list[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        """int64 arrays in one transfer that nobody waits for."""
+        tensor = torch.from_numpy(np.concatenate(pieces).astype(np.int64, copy=False))
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory().to(self._device, non_blocking=True)
+        return torch.split(tensor, [len(piece) for piece in pieces])

@@ -56,8 +56,11 @@ class DecoderLayerForward:
         query, key, value = attention.qkv_proj.split(qkv)
         if attention.q_norm is not None and attention.k_norm is not None:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        heads = attention.attn(query, key, value, batch).contiguous()
-        y, new_total = torch.empty_like(x), torch.empty_like(x)
+        heads = attention.attn(query, key, value, batch).flatten(1)
+        if layer.is_last and batch.shape.last_only:
+            heads, total = batch.last_tokens(heads, total)
+        heads, rows = heads.contiguous(), heads.shape[0]
+        y, new_total = torch.empty_like(total), torch.empty_like(total)
         native.after_attention(
             args, heads.data_ptr(), total.data_ptr(), new_total.data_ptr(), y.data_ptr(), rows, threads
         )

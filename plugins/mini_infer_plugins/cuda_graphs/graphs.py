@@ -12,51 +12,73 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mini_infer.errors import ConfigError
+from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import StepRunner
 
 if TYPE_CHECKING:
-    from mini_infer.forward_batch import ForwardBatch, StepShape
+    from mini_infer.forward_batch import ForwardBatch
     from mini_infer.interfaces import AttentionBackend, BatchLimits
 
 
 class CudaGraphRunner(StepRunner):
-    """Captures a bucket when it is first met, after one plain run that compiles its kernels.
+    """Captures decode steps before the first request; wider ones (verify) when they are first met.
+
+    Each capture follows one plain run, which compiles its kernels.
 
     Args:
         buckets: batch sizes that have graphs.
+        log: gets a line if nothing can be captured.
     """
 
-    def __init__(self, buckets: Sequence[int]) -> None:
-        self._buckets = sorted(buckets)
+    def __init__(self, buckets: Sequence[int], log: Callable[[str], None] = lambda line: None) -> None:
+        self._all_buckets = sorted(buckets)
+        self._buckets = self._all_buckets
+        self._max_num_tokens = self._all_buckets[-1] if buckets else 0
+        self._log = log
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
 
     def bind(self, backends: "Sequence[AttentionBackend]") -> None:
         unable = ", ".join(b.name for b in backends if b.capabilities.graphs == "none")
         if unable:
-            raise ConfigError(f"plugin cuda-graphs cannot capture attention '{unable}': choose another or leave it out")
+            self._log(f"cuda-graphs: attention '{unable}' cannot be captured; steps are launched kernel by kernel")
+            self._all_buckets = self._buckets = []
 
     def limits(self, limits: "BatchLimits") -> "BatchLimits":
-        top = self._buckets[min(bisect_left(self._buckets, limits.max_num_rows), len(self._buckets) - 1)]
-        return replace(limits, max_num_rows=max(top, limits.max_num_rows))
+        if not self._all_buckets:
+            return limits
+        top = min(bisect_left(self._all_buckets, limits.max_num_rows), len(self._all_buckets) - 1)
+        self._buckets = self._all_buckets[: top + 1]
+        self._max_num_tokens = max(self._buckets[-1], limits.max_num_tokens)
+        max_num_rows = max(self._buckets[-1], limits.max_num_rows)
+        return replace(limits, max_num_rows=max_num_rows, max_num_tokens=self._max_num_tokens)
+
+    def rehearsals(self) -> "Sequence[StepShape]":
+        return [
+            StepShape.of([1] * rows, 1) for rows in reversed(self._buckets)
+        ]  # the largest makes room for the others
 
     def shape(self, shape: "StepShape") -> "StepShape":
-        if shape.num_decode_rows != shape.num_rows or shape.num_rows > self._buckets[-1]:
-            return shape
+        rows = self._bucket(shape)
+        return shape if rows is None else replace(shape, num_rows=rows, num_tokens=rows * shape.decode_query_len)
+
+    def _bucket(self, shape: "StepShape") -> int | None:
+        """The rows of the graph that a step of this shape runs in, if there is one."""
+        if shape.gives != "logits" or not self._buckets or shape.num_rows > self._buckets[-1]:
+            return None
         rows = self._buckets[bisect_left(self._buckets, shape.num_rows)]
-        return replace(shape, num_rows=rows, num_tokens=rows * shape.decode_query_len)
+        return rows if rows * shape.decode_query_len <= self._max_num_tokens else None
 
     def run(self, forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch") -> torch.Tensor:
         shape = batch.shape
-        if shape.num_decode_rows != shape.num_rows or shape.num_rows not in self._buckets:
+        if self._bucket(shape) != shape.num_rows:
             return forward(batch)
         key = (shape.num_rows, shape.decode_query_len)
         if key not in self._graphs:
             return self._capture(key, forward, batch)
-        graph, hidden = self._graphs[key]
+        graph, out = self._graphs[key]
         graph.replay()
-        return hidden
+        return out
 
     def _capture(
         self, key: tuple[int, int], forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch"
@@ -65,8 +87,8 @@ class CudaGraphRunner(StepRunner):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = forward(batch)
+            out = forward(batch)
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph, hidden
+        self._graphs[key] = graph, out
         graph.replay()
-        return hidden
+        return out

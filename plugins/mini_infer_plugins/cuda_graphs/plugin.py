@@ -26,4 +26,4 @@ class Settings(BaseModel):
 def step_runner(context: "BuildContext") -> "StepRunner":
     from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 
-    return CudaGraphRunner(context.settings_of(name, Settings).buckets)
+    return CudaGraphRunner(context.settings_of(name, Settings).buckets, context.log)

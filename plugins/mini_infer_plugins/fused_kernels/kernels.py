@@ -8,6 +8,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -26,23 +27,39 @@ def one_row_kernel(
     GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program an output (with GATE one gate row and one up row)."""
+    """One program an output (with GATE one gate row and one up row).
+
+    With PDL it starts while the kernel before it ends: weights depend on nobody, so the first of them are fetched
+    before the wait.
+    """
     n = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    row = weight + n * K
+    up_row = weight + (n + N) * K
+    w = tl.load(row + k, mask=k < K, other=0.0, eviction_policy="evict_first")
+    u = w
+    if GATE:
+        u = tl.load(up_row + k, mask=k < K, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in tl.static_range(0, K, BLOCK_K):
         mask = start + k < K
+        if start > 0:
+            w = tl.load(row + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATE:
+                u = tl.load(up_row + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
         xs = tl.load(x + start + k, mask=mask, other=0.0).to(tl.float32)
         if NORM:
             squares += xs * xs
             xs = xs * tl.load(norm_weight + start + k, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(weight + n * K + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
         acc += w.to(tl.float32) * xs
         if GATE:
-            u = tl.load(weight + (n + N) * K + start + k, mask=mask, other=0.0, eviction_policy="evict_first")
             up += u.to(tl.float32) * xs
     factor = 1.0
     if NORM:

@@ -11,7 +11,14 @@ import torch
 import triton
 
 from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
-from mini_infer_plugins.triton_attention.kernels import decode_kernel, long_rows_kernel, merge_kernel, write_kv_kernel
+from mini_infer_plugins.triton_attention.flash import find_flash_attention
+from mini_infer_plugins.triton_attention.kernels import (
+    decode_kernel,
+    long_rows_kernel,
+    merge_kernel,
+    rotate_kernel,
+    write_kv_kernel,
+)
 
 if TYPE_CHECKING:
     from mini_infer.interfaces import BatchLimits, ForwardBatch, KVCacheSpec
@@ -41,6 +48,9 @@ class TritonAttention(AttentionBackend):
         self._padded_dim = triton.next_power_of_2(spec.head_dim)
         self._precision = "ieee" if spec.dtype == "float32" else "tf32"
         on_gpu = device.startswith("cuda")
+        self._flash = find_flash_attention(spec, device) if on_gpu else None
+        self._fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layer at work: rotated keys, and values
+        self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
     @classmethod
@@ -59,18 +69,27 @@ class TritonAttention(AttentionBackend):
         self._scratch_lse = torch.empty(cells, dtype=torch.float32, device=self.device)
 
     def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
-        table = layer.rotary.table if layer.rotary is not None else key
+        self._fresh = None
+        rotary = layer.rotary
+        if self._flash is not None and self._all_fresh(batch):
+            key = key if rotary is None else self._rotated(key, batch, rotary.table)
+            rotary = None
+            self._fresh = key, value
+        table = rotary.table if rotary is not None else key
         write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
             key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
             key.stride(0), value.stride(0), layer.kv_cache.shape[1],
             NUM_KV_HEADS=self.spec.num_kv_heads, HEAD_DIM=self.spec.head_dim, BLOCK_SIZE=self.block_size,
-            PADDED_DIM=self._padded_dim, ROPE=layer.rotary is not None, num_warps=1,
+            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
         )  # fmt: skip
 
     def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
         shape = batch.shape
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         group = layer.num_heads // self.spec.num_kv_heads
+        if self._flash is not None and shape.num_decode_rows < shape.num_rows:
+            self._with_flash(layer, query, out, batch, group)
+            return out
         num_decode_rows = shape.num_decode_rows if group * shape.decode_query_len <= _MOST_TILE_ROWS else 0
         if num_decode_rows:
             self._decode(layer, query, out, batch, group, num_decode_rows)
@@ -83,27 +102,80 @@ class TritonAttention(AttentionBackend):
         programs = num_rows * self.spec.num_kv_heads
         return max(1, min(_MOST_SPLITS, 2 * self._num_processors // programs))
 
+    def _with_flash(
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int
+    ) -> None:
+        """Uniform rows by our kernel, the others by FlashAttention over the same blocks."""
+        assert self._flash is not None
+        if layer.rotary is not None:
+            query = self._rotated(query, batch, layer.rotary.table)
+        rows = batch.shape.num_decode_rows if group * batch.shape.decode_query_len <= _MOST_TILE_ROWS else 0
+        if rows:
+            self._decode(layer, query, out, batch, group, rows, rotated=True)
+        keys, values = layer.kv_cache.transpose(2, 3) if self._fresh is None else self._fresh
+        self._flash(
+            query,
+            keys,
+            values,
+            out,
+            cu_seqlens_q=batch.cu_seqlens_q[rows:],
+            seq_lens=batch.seq_lens[rows:],
+            max_query_len=batch.shape.max_query_len,
+            max_seq_len=max(batch.seq_lens_host[rows:]),
+            block_table=batch.block_table[rows:] if self._fresh is None else None,
+            scale=layer.scale,
+            window=-1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
+        )
+
+    def _all_fresh(self, batch: "ForwardBatch") -> bool:
+        """Whether every long row is a whole prompt, whose keys and values are all in this step."""
+        first, shape = batch.shape.num_decode_rows, batch.shape
+        return first < shape.num_rows and batch.seq_lens_host[first:] == batch.query_lens_host[first:]
+
+    def _rotated(self, query: torch.Tensor, batch: "ForwardBatch", table: torch.Tensor) -> torch.Tensor:
+        num_tokens, heads, dim = query.shape
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rotate_kernel[(num_tokens,)](
+            query, out, batch.positions, table, query.stride(0),
+            NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), HEAD_DIM=dim, PADDED_DIM=self._padded_dim,
+            num_warps=4,
+        )  # fmt: skip
+        return out
+
     def _decode(
-        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int, rows: int
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        out: torch.Tensor,
+        batch: "ForwardBatch",
+        group: int,
+        rows: int,
+        *,
+        rotated: bool = False,
     ) -> None:
         query_len, heads = batch.shape.decode_query_len, self.spec.num_kv_heads
         splits = self.num_splits(rows)
         block_m = max(16, triton.next_power_of_2(group * query_len))
-        rotary = layer.rotary
+        block_n, warps, stages = self._tiling(rows)
+        rotary = None if rotated else layer.rotary
         decode_kernel[(rows, heads, splits)](
             query, layer.kv_cache, batch.block_table, batch.seq_lens, query if rotary is None else rotary.table,
             self._scratch, self._scratch_lse, out, layer.scale * _LOG2_E,
             query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1],
-            NUM_SPLITS=splits, QUERY_LEN=query_len, BLOCK_M=block_m, BLOCK_N=self._block_n, num_warps=4, num_stages=3,
-            **self._shape_of(group, rotary is not None),
+            NUM_SPLITS=splits, QUERY_LEN=query_len, BLOCK_M=block_m, BLOCK_N=block_n,
+            num_warps=warps, num_stages=stages, **self._shape_of(group, rotary is not None),
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(rows, heads, group * query_len)](
                 self._scratch, self._scratch_lse, out,
                 NUM_SPLITS=splits, PADDED_SPLITS=triton.next_power_of_2(splits), QUERY_LEN=query_len, GROUP=group,
                 NUM_KV_HEADS=heads, HEAD_DIM=self.spec.head_dim, PADDED_DIM=self._padded_dim, BLOCK_M=block_m,
-                num_warps=1,
+                PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
             )  # fmt: skip
+
+    def _tiling(self, rows: int) -> tuple[int, int, int]:
+        """Keys a step of a decode program, warps, and steps on their way."""
+        return (64, 2, 3) if self._block_n == 128 else (self._block_n, 4, 3)
 
     @property
     def _block_n(self) -> int:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from mini_infer.errors import ConfigError
 from mini_infer.forward_batch import StepShape
-from mini_infer.interfaces import KVCacheSpec, SamplingParams
+from mini_infer.interfaces import BatchLimits, KVCacheSpec, SamplingParams
 from mini_infer.messages import EngineRequest
 from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.testing import make_engine, run_engine
@@ -24,7 +23,8 @@ TOGETHER = [
     ("triton-attention",),
     ("fused-kernels",),
     ("triton-attention", "cuda-graphs"),
-    ("triton-attention", "fused-kernels", "cuda-graphs"),
+    ("device-sampler",),
+    ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs"),
 ]
 
 
@@ -60,14 +60,26 @@ def test_no_token_changes(plugins: tuple[str, ...], tmp_path: Path) -> None:
         assert tokens(tmp_path, plugins, overlap=overlap, **pool) == expected
 
 
-def test_graphs_refuse_attention_that_cannot_be_captured() -> None:
-    backend = ReferenceAttention(KVCacheSpec("full", 1, 8, 8, "float32"), "cpu", 16)
-    with pytest.raises(ConfigError, match="cannot capture attention 'reference'"):
-        CudaGraphRunner([1, 2]).bind([backend])
+def test_graphs_say_that_attention_cannot_be_captured_and_pad_nothing() -> None:
+    said: list[str] = []
+    runner = CudaGraphRunner([1, 2], said.append)
+    runner.bind([ReferenceAttention(KVCacheSpec("full", 1, 8, 8, "float32"), "cpu", 16)])
+    assert said == ["cuda-graphs: attention 'reference' cannot be captured; steps are launched kernel by kernel"]
+    one = StepShape.of([1], 1)
+    assert runner.shape(one) == one
+    assert not runner.rehearsals()
+
+
+def test_the_buckets_that_the_engine_can_fill_are_rehearsed() -> None:
+    runner = CudaGraphRunner([1, 2, 4, 8])
+    limits = runner.limits(BatchLimits(max_num_rows=3, max_num_tokens=3, max_blocks_per_row=4, block_size=16))
+    assert (limits.max_num_rows, limits.max_num_tokens) == (4, 4)
+    assert [shape.num_rows for shape in runner.rehearsals()] == [4, 2, 1]
 
 
 def test_a_step_is_padded_to_its_bucket() -> None:
     runner = CudaGraphRunner([1, 4])
+    runner.limits(BatchLimits(max_num_rows=4, max_num_tokens=64, max_blocks_per_row=4, block_size=16))
     for rows, query_len, padded in ((1, 1, 1), (2, 1, 4), (3, 4, 4), (5, 1, 5)):
         shape = runner.shape(StepShape.of([query_len] * rows, query_len))
         assert (shape.num_rows, shape.num_tokens) == (padded, padded * query_len)

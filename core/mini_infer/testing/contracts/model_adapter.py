@@ -7,6 +7,7 @@ blocks. What is computed is right only if it is also what the checkpoint's autho
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,12 +100,15 @@ class Watching(ReferenceAttention):
 
 
 class Sealed:
-    """A batch that only attention layers may open."""
+    """A batch that only attention layers may open; its shape is for models that leave tokens out."""
 
-    def __init__(self, batch: ForwardBatch) -> None:
+    def __init__(self, batch: ForwardBatch, *, shows_shape: bool) -> None:
         self._batch = batch
+        self._shows_shape = shows_shape
 
     def __getattr__(self, name: str) -> Any:
+        if name == "shape" and self._shows_shape:
+            return self._batch.shape
         raise AssertionError(f"the model looked into the batch ({name}): it may only hand it to its Attention layers")
 
 
@@ -284,11 +288,30 @@ class ModelAdapterSuite:
         assert isinstance(module, CausalLM)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(Attention, "forward", open_and_attend)
-            sealed: Any = Sealed(batch)
+            sealed: Any = Sealed(batch, shows_shape=module.leaves_out)
             hidden = module.forward(batch.input_ids, batch.positions, sealed)
             assert hidden.shape[0] == LENGTH and hidden.ndim == 2, f"hidden states are {tuple(hidden.shape)}"
             rows = torch.tensor([LENGTH - 1, 3])
             self.close(module.logits(hidden[rows]), expected[rows], "logits of two rows")
+
+    def test_what_it_leaves_out_nobody_wanted(self) -> None:
+        module, tokens = self.load(), self.tokens()
+        assert isinstance(module, CausalLM)
+        if not module.leaves_out:
+            return
+        backends = bind_caches(module, ReferenceAttention, num_blocks=NUM_BLOCKS)
+        lens = [LENGTH, 3, 1]
+        batch = pack_batch(
+            [(n, n) for n in lens], block_tables(lens, 4, NUM_BLOCKS), 4, token_ids=[tokens[:n] for n in lens]
+        )
+        batch = replace(batch, shape=replace(batch.shape, last_only=True))
+        for backend in backends:
+            backend.prepare(batch)
+        with torch.inference_mode():
+            hidden = module.forward(batch.input_ids, batch.positions, batch)
+            assert hidden.shape[0] == len(lens), f"it gave {hidden.shape[0]} rows for {len(lens)} last tokens"
+            for row, length in enumerate(lens):
+                self.close(module.logits(hidden[row : row + 1]), self.whole(module, tokens[:length])[-1:], f"row {row}")
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_it_runs_in_the_dtype_that_the_core_chose(self, dtype: str) -> None:

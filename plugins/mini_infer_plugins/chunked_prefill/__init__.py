@@ -1,0 +1,1 @@
+"""Prompts in chunks beside running decodes."""

@@ -1,0 +1,31 @@
+"""ChunksBesideDecodes: how much of a prompt runs in a step, so that nobody who is decoding waits long.
+
+Contract: a decoding request gets its token in every step; what is left of the step's tokens goes to prompts in the
+scheduler's order. While nobody decodes, a step takes as much as the engine allows.
+"""
+
+from mini_infer.interfaces import ChunkPolicy, RequestView, SchedulerView
+
+
+class ChunksBesideDecodes(ChunkPolicy):
+    """See the module.
+
+    Args:
+        max_tokens: that a step runs, decodes and prompts together, while anybody decodes.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._asked: SchedulerView | None = None
+        self._budget = 0  # of the step that is asked about
+
+    def chunk(self, request: RequestView, budget_left: int, view: SchedulerView) -> int:
+        """All that is to do, as far as the step has room."""
+        if view is not self._asked:
+            self._asked, self._budget = view, self._budget_of(view)
+        used = view.token_budget - budget_left
+        return max(0, min(request.num_tokens_to_do, budget_left, self._budget - used))
+
+    def _budget_of(self, view: SchedulerView) -> int:
+        decoding = any(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)
+        return self._max_tokens if decoding else view.token_budget

@@ -1,0 +1,32 @@
+"""Prompts in chunks beside running decodes: see the README beside this file. Importing it imports nothing heavy."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from mini_infer.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from mini_infer.build_context import BuildContext
+    from mini_infer.interfaces import Scheduler
+
+name = "chunked-prefill"
+api_version = 0
+provides = ("chunked-prefill",)
+
+
+class Settings(BaseModel):
+    """``[plugin.chunked-prefill]``: tokens that a step may run, prompts and decodes together, while requests decode."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens_beside_decodes: PositiveInt = 512
+
+
+@hookimpl
+def scheduler(context: "BuildContext") -> "Scheduler":
+    from mini_infer.reference.scheduler import ArrivalOrder, ComposedScheduler, LastArrived
+    from mini_infer_plugins.chunked_prefill.chunks import ChunksBesideDecodes
+
+    most = context.settings_of(name, Settings).max_tokens_beside_decodes
+    return ComposedScheduler(ArrivalOrder(), LastArrived(), ChunksBesideDecodes(most))

@@ -1,0 +1,1 @@
+"""Drawing tokens on a GPU."""
