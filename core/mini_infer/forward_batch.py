@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
+
+    from mini_infer.layers.attention import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class ForwardBatch:
         block_table: [num_rows, max_blocks_per_row] int32; unused entries are 0.
         query_lens_host: each row's tokens, on the host (never wrong: drafts that fail shorten ``seq_lens`` only).
         seq_lens_host: upper bounds of ``seq_lens`` on the host; exact unless drafts are accepted on the device.
+        around_attention: takes the place of ``backend.attend`` in each ``Attention`` layer, given layer and query,
+            while a step runner captures the model in pieces; None in every other step.
     """
 
     shape: StepShape
@@ -87,6 +91,7 @@ class ForwardBatch:
     block_table: "torch.Tensor"
     query_lens_host: list[int]
     seq_lens_host: list[int]
+    around_attention: "Callable[[Attention, torch.Tensor], torch.Tensor] | None" = None
 
     def last_tokens(self, *values: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
         """Each row's last token of tensors [num_tokens, any]: [num_rows, any]."""

@@ -33,7 +33,8 @@ class StepRunner(ABC):
     def rehearsals(self) -> "Sequence[StepShape]":
         """Shapes to be run once before the first request, on padding rows, so that no request waits for a capture.
 
-        Uniform ones: ``num_rows`` rows of ``decode_query_len`` tokens. None by default.
+        Uniform ones are ``num_rows`` rows of ``decode_query_len`` tokens; any other is one row of ``num_tokens``. None
+        by default.
         """
         return ()
 
@@ -41,9 +42,9 @@ class StepRunner(ABC):
     def shape(self, shape: "StepShape") -> "StepShape":
         """The bucket for a step of this exact shape: at least as many rows and tokens, before metadata is built.
 
-        Only ``num_rows`` and ``num_tokens`` of the answer count; the core works out the rest. Rows added are padding on
-        the null block. The tokens added are spread evenly over them, at least one and at most a sequence's length each;
-        with no row added ``num_tokens`` stays.
+        Only ``num_rows`` and ``num_tokens`` of the answer count, and ``last_only`` if it is made false; the core works
+        out the rest. Rows added are padding on the null block. The tokens added are spread evenly over them, at least
+        one and at most a sequence's length each; with no row added ``num_tokens`` stays.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from mini_infer.interfaces.sampler import SamplingRows
 from mini_infer.interfaces.step_runner import StepRunner
 from mini_infer.plan import LateInputs, StepPlan
 from mini_infer.worker.batch_state import BatchState
-from mini_infer.worker.layout import HostLayout, Layout, lay_out, query_lens_of
+from mini_infer.worker.layout import HostLayout, Layout, RowSpan, lay_out, query_lens_of
 
 
 class StepInputs:
@@ -67,20 +67,14 @@ class StepInputs:
         return batch, layout
 
     def rehearsal(self, shape: StepShape) -> ForwardBatch:
-        """A batch of padding rows alone."""
-        rows, query_len = shape.num_rows, shape.decode_query_len
-        pieces = [
-            np.full(rows, self._state.padding_slot),
-            np.full(rows, query_len),
-            np.repeat(np.arange(rows), query_len),
-            np.tile(np.arange(query_len), rows),
-        ]
-        slot, query_len_there, row, offset = self._upload(pieces)
-        self._input_ids[: shape.num_tokens].zero_()
-        self._cu_seqlens_q[1 : rows + 1].copy_(query_len_there.cumsum(0))
-        lens, slots = [query_len] * rows, [self._state.padding_slot] * rows
-        layout = Layout(shape, [], query_len == 1, slot, query_len_there, row, offset, lens, slots)
+        """A batch of padding rows alone: uniform ones if the shape is, else as few as hold its tokens."""
+        query_lens = [shape.decode_query_len] * shape.num_rows
+        if shape.gives != "logits":
+            full, rest = divmod(shape.num_tokens, self._longest_padding)
+            query_lens = [self._longest_padding] * full + [rest] * (rest > 0)
         self._layout = self._batch = None
+        shape = StepShape.of(query_lens, shape.decode_query_len)
+        layout = self._pack(shape, [], query_lens, np.zeros(shape.num_tokens, dtype=np.int64), decodes=False)
         self._fill(layout)
         return self._view(layout)
 
@@ -90,39 +84,51 @@ class StepInputs:
         query_lens = query_lens_of(host.spans)
         first = host.spans[0]
         decodes = first.num_tokens == 1 and first.grant.samples
-        last_only = leaves_out and all(span.wants_last_only for span in host.spans)
         decode_query_len = query_lens[0] if decodes else 0
-        padding = self._pad(StepShape.of(query_lens, decode_query_len, last_only), runner)
-        shape = StepShape.of([*query_lens, *padding], decode_query_len, last_only)
-        query_lens += padding
-        slots = [span.grant.slot for span in host.spans] + [self._state.padding_slot] * len(padding)
+        last_only = leaves_out and all(span.wants_last_only for span in host.spans)
+        exact = StepShape.of(query_lens, decode_query_len, last_only)
+        chosen = runner.shape(exact)
+        query_lens += self._padding(exact, chosen, runner)
+        shape = StepShape.of(query_lens, decode_query_len, last_only and chosen.last_only)
+        ids = np.concatenate([host.input_ids, np.zeros(shape.num_tokens - exact.num_tokens, dtype=np.int64)])
+        layout = self._pack(shape, host.spans, query_lens, ids, decodes=host.decodes)
+        self._add_last_tokens(host)
+        return layout
+
+    def _pack(
+        self, shape: StepShape, spans: list[RowSpan], query_lens: list[int], ids: np.ndarray, *, decodes: bool
+    ) -> Layout:
+        """Spans, and padding rows behind them, laid out on the device."""
+        slots = [span.grant.slot for span in spans] + [self._state.padding_slot] * (len(query_lens) - len(spans))
         lens = np.asarray(query_lens, dtype=np.int64)
         ends = np.cumsum(lens)
         row_of_token = np.repeat(np.arange(len(lens)), lens)
         offsets = np.arange(shape.num_tokens) - (ends - lens)[row_of_token]
-        ids = np.concatenate([host.input_ids, np.zeros(sum(padding), dtype=np.int64)])
         pieces = [np.asarray(slots, dtype=np.int64), lens, row_of_token, offsets, ids]
         slot, query_len, row, offset, ids_there = self._upload(pieces)
         self._input_ids[: shape.num_tokens].copy_(ids_there)
-        self._add_last_tokens(host)
         self._cu_seqlens_q[1 : shape.num_rows + 1].copy_(query_len.cumsum(0))
-        steady = host.decodes and shape.num_tokens == shape.num_rows
-        return Layout(shape, host.spans, steady, slot, query_len, row, offset, query_lens, slots)
+        steady = decodes and shape.num_tokens == shape.num_rows
+        return Layout(shape, spans, steady, slot, query_len, row, offset, query_lens, slots)
 
     def _add_last_tokens(self, host: HostLayout) -> None:
         if host.last_token_at:
             at, slots = self._upload([np.asarray(host.last_token_at), np.asarray(host.last_token_slots)])
             self._input_ids.index_copy_(0, at, self._state.last_token.index_select(0, slots))
 
-    def _pad(self, exact: StepShape, runner: StepRunner) -> list[int]:
+    @property
+    def _longest_padding(self) -> int:
+        """Tokens that any row may reach."""
+        return min((self._limits.max_blocks_per_row - 1) * self._block_size + 1, self._limits.max_num_tokens)
+
+    def _padding(self, exact: StepShape, chosen: StepShape, runner: StepRunner) -> list[int]:
         """The tokens of each padding row that the runner wants."""
-        chosen = runner.shape(exact)
         more_rows, more_tokens = chosen.num_rows - exact.num_rows, chosen.num_tokens - exact.num_tokens
         each, left = divmod(more_tokens, more_rows) if more_rows > 0 else (0, more_tokens)
         padding = [each + 1] * left + [each] * (more_rows - left) if more_rows > 0 else []
         fits = chosen.num_rows <= self._limits.max_num_rows and chosen.num_tokens <= self._limits.max_num_tokens
-        longest = (self._limits.max_blocks_per_row - 1) * self._block_size + 1  # what any row may reach
-        if sum(padding) != more_tokens or not all(1 <= n <= longest for n in padding) or more_rows < 0 or not fits:
+        possible = all(1 <= n <= self._longest_padding for n in padding)
+        if sum(padding) != more_tokens or not possible or more_rows < 0 or not fits:
             raise PluginError(f"step runner {type(runner).__name__} chose shape {chosen} for {exact}")
         return padding
 

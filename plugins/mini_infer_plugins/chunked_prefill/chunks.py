@@ -1,7 +1,8 @@
 """ChunksBesideDecodes: how much of a prompt runs in a step, so that nobody who is decoding waits long.
 
 Contract: a decoding request gets its token in every step; what is left of the step's tokens goes to prompts in the
-scheduler's order. While nobody decodes, a step takes as much as the engine allows.
+scheduler's order. While fewer decode than have yet to run their prompts, a step takes as much as the engine allows:
+then more wait for the prompts than for the decodes.
 """
 
 from mini_infer.interfaces import ChunkPolicy, RequestView, SchedulerView
@@ -11,7 +12,7 @@ class ChunksBesideDecodes(ChunkPolicy):
     """See the module.
 
     Args:
-        max_tokens: that a step runs, decodes and prompts together, while anybody decodes.
+        max_tokens: that a step runs, decodes and prompts together, while most requests decode.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -27,5 +28,6 @@ class ChunksBesideDecodes(ChunkPolicy):
         return max(0, min(request.num_tokens_to_do, budget_left, self._budget - used))
 
     def _budget_of(self, view: SchedulerView) -> int:
-        decoding = any(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)
-        return self._max_tokens if decoding else view.token_budget
+        decoding = sum(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)
+        prompts = len(view.running) - decoding + len(view.waiting)
+        return self._max_tokens if decoding >= prompts else view.token_budget

@@ -1,7 +1,7 @@
-"""CudaGraphRunner: decode and verify steps replayed as one graph for each batch-size bucket.
+"""CudaGraphRunner: decode and verify steps replayed as one graph each, steps with prompts as one between attentions.
 
-Contract: a step of uniform rows is padded to the next bucket with rows on the null block; its graph reads the fixed
-buffers that the core fills, so replay needs nothing but their contents. Other steps run as they are. Tokens are those
+Contract: a step is padded to the next bucket with rows on the null block; graphs read the fixed buffers that the core
+fills, so replay needs nothing but their contents. Steps larger than any bucket run as they are. Tokens are those
 without graphs.
 """
 
@@ -14,6 +14,7 @@ import torch
 
 from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import StepRunner
+from mini_infer_plugins.cuda_graphs.pieces import Answers, PieceGraphs
 
 if TYPE_CHECKING:
     from mini_infer.forward_batch import ForwardBatch
@@ -21,74 +22,110 @@ if TYPE_CHECKING:
 
 
 class CudaGraphRunner(StepRunner):
-    """Captures decode steps before the first request; wider ones (verify) when they are first met.
+    """Captures decode steps and steps with prompts before the first request; verify steps when they are first met.
 
     Each capture follows one plain run, which compiles its kernels.
 
     Args:
-        buckets: batch sizes that have graphs.
-        log: gets a line if nothing can be captured.
+        batch_sizes: of decode and verify steps that have graphs.
+        num_tokens: of steps with prompts that have graphs.
+        log: gets a line if decode steps cannot be captured whole.
     """
 
-    def __init__(self, buckets: Sequence[int], log: Callable[[str], None] = lambda line: None) -> None:
-        self._all_buckets = sorted(buckets)
-        self._buckets = self._all_buckets
-        self._max_num_tokens = self._all_buckets[-1] if buckets else 0
+    def __init__(
+        self, batch_sizes: Sequence[int], num_tokens: Sequence[int], log: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._batch_sizes = sorted(batch_sizes)
+        self._num_tokens = sorted(num_tokens)
         self._log = log
+        self._captures_verify = True
+        self._max_num_tokens = self._longest_row = 0
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pieces: dict[int, PieceGraphs] = {}
+        self._answers = Answers()
         self._pool: Any = None
 
     def bind(self, backends: "Sequence[AttentionBackend]") -> None:
         unable = ", ".join(b.name for b in backends if b.capabilities.graphs == "none")
         if unable:
-            self._log(f"cuda-graphs: attention '{unable}' cannot be captured; steps are launched kernel by kernel")
-            self._all_buckets = self._buckets = []
+            self._log(f"cuda-graphs: attention '{unable}' cannot be captured, only what is between two attentions")
+            self._num_tokens = sorted({*self._batch_sizes, *self._num_tokens})
+            self._batch_sizes = []
+        self._captures_verify = all(b.capabilities.graphs != "decode" for b in backends)
 
     def limits(self, limits: "BatchLimits") -> "BatchLimits":
-        if not self._all_buckets:
-            return limits
-        top = min(bisect_left(self._all_buckets, limits.max_num_rows), len(self._all_buckets) - 1)
-        self._buckets = self._all_buckets[: top + 1]
-        self._max_num_tokens = max(self._buckets[-1], limits.max_num_tokens)
-        max_num_rows = max(self._buckets[-1], limits.max_num_rows)
+        self._batch_sizes = _up_to(self._batch_sizes, limits.max_num_rows)
+        self._num_tokens = _up_to(self._num_tokens, limits.max_num_tokens)
+        self._max_num_tokens = max([limits.max_num_tokens, *self._batch_sizes[-1:], *self._num_tokens[-1:]])
+        self._longest_row = (limits.max_blocks_per_row - 1) * limits.block_size + 1
+        padding_rows = -(-self._num_tokens[-1] // self._longest_row) if self._num_tokens else 0
+        max_num_rows = max([limits.max_num_rows + padding_rows, *self._batch_sizes[-1:]])
         return replace(limits, max_num_rows=max_num_rows, max_num_tokens=self._max_num_tokens)
 
     def rehearsals(self) -> "Sequence[StepShape]":
-        return [
-            StepShape.of([1] * rows, 1) for rows in reversed(self._buckets)
-        ]  # the largest makes room for the others
+        # From the largest on: the others find room in what it leaves.
+        prompts = [StepShape(1, num_tokens, 0, 0, num_tokens) for num_tokens in reversed(self._num_tokens)]
+        return [*prompts, *(StepShape.of([1] * rows, 1) for rows in reversed(self._batch_sizes))]
 
     def shape(self, shape: "StepShape") -> "StepShape":
-        rows = self._bucket(shape)
-        return shape if rows is None else replace(shape, num_rows=rows, num_tokens=rows * shape.decode_query_len)
-
-    def _bucket(self, shape: "StepShape") -> int | None:
-        """The rows of the graph that a step of this shape runs in, if there is one."""
-        if shape.gives != "logits" or not self._buckets or shape.num_rows > self._buckets[-1]:
-            return None
-        rows = self._buckets[bisect_left(self._buckets, shape.num_rows)]
-        return rows if rows * shape.decode_query_len <= self._max_num_tokens else None
+        rows = self._rows_for(shape)
+        if rows is not None:
+            return replace(shape, num_rows=rows, num_tokens=rows * shape.decode_query_len)
+        num_tokens = self._tokens_for(shape)
+        if num_tokens is None:
+            return shape
+        padding_rows = -(-(num_tokens - shape.num_tokens) // self._longest_row)
+        return replace(shape, num_rows=shape.num_rows + padding_rows, num_tokens=num_tokens, last_only=False)
 
     def run(self, forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch") -> torch.Tensor:
         shape = batch.shape
-        if self._bucket(shape) != shape.num_rows:
-            return forward(batch)
-        key = (shape.num_rows, shape.decode_query_len)
+        if self._rows_for(shape) == shape.num_rows:
+            return self._run_whole((shape.num_rows, shape.decode_query_len), forward, batch)
+        if self._tokens_for(shape) == shape.num_tokens and not shape.last_only:
+            return self._run_in_pieces(shape.num_tokens, forward, batch)
+        return forward(batch)
+
+    def _rows_for(self, shape: "StepShape") -> int | None:
+        """Rows of the graph that a step of this shape runs in whole, if there is one."""
+        rows = _next(self._batch_sizes, shape.num_rows) if shape.gives == "logits" else None
+        if rows is None or rows * shape.decode_query_len > self._max_num_tokens:
+            return None
+        return rows if self._captures_verify or shape.decode_query_len == 1 else None
+
+    def _tokens_for(self, shape: "StepShape") -> int | None:
+        """Tokens of the graphs that a step of this shape runs in piece by piece, if there are any."""
+        return None if shape.gives == "logits" else _next(self._num_tokens, shape.num_tokens)
+
+    def _run_whole(
+        self, key: tuple[int, int], forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch"
+    ) -> torch.Tensor:
         if key not in self._graphs:
-            return self._capture(key, forward, batch)
+            forward(batch)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = forward(batch)
+            self._pool = self._pool or graph.pool()
+            self._graphs[key] = graph, out
         graph, out = self._graphs[key]
         graph.replay()
         return out
 
-    def _capture(
-        self, key: tuple[int, int], forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch"
+    def _run_in_pieces(
+        self, num_tokens: int, forward: "Callable[[ForwardBatch], torch.Tensor]", batch: "ForwardBatch"
     ) -> torch.Tensor:
-        forward(batch)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = forward(batch)
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph, out
-        graph.replay()
-        return out
+        if num_tokens not in self._pieces:
+            self._pieces[num_tokens] = PieceGraphs(forward, batch, self._pool, self._answers, self._num_tokens[-1])
+            self._pool = self._pieces[num_tokens].pool
+        return self._pieces[num_tokens].replay(batch)
+
+
+def _up_to(buckets: list[int], most: int) -> list[int]:
+    """The buckets that sizes up to ``most`` fall into."""
+    return buckets[: bisect_left(buckets, most) + 1]
+
+
+def _next(buckets: list[int], size: int) -> int | None:
+    """The bucket that ``size`` falls into; None if all are smaller."""
+    index = bisect_left(buckets, size)
+    return buckets[index] if index < len(buckets) else None

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from mini_infer.plugins import hookimpl
 
@@ -15,15 +15,22 @@ api_version = 0
 
 
 class Settings(BaseModel):
-    """``[plugin.cuda-graphs]``: the batch sizes that have graphs."""
+    """``[plugin.cuda-graphs]``: the steps that have graphs; an empty list is none.
+
+    Attributes:
+        batch_sizes: of decode steps.
+        num_tokens: of steps with prompts.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    buckets: list[int] = [1, 2, 4, 8, *range(16, 257, 8)]
+    batch_sizes: list[PositiveInt] = [1, 2, 4, 8, *range(16, 257, 8)]
+    num_tokens: list[PositiveInt] = [16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
 
 
 @hookimpl
 def step_runner(context: "BuildContext") -> "StepRunner":
     from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 
-    return CudaGraphRunner(context.settings_of(name, Settings).buckets, context.log)
+    settings = context.settings_of(name, Settings)
+    return CudaGraphRunner(settings.batch_sizes, settings.num_tokens, context.log)

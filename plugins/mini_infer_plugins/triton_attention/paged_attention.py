@@ -5,6 +5,7 @@ device graph of that shape stays valid at any length; other rows run in ``long_r
 write of the keys and the read of the queries. Float32 is computed in IEEE float32.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -29,6 +30,29 @@ _MOST_SPLITS = 64
 _MOST_TILE_ROWS = 64  # query heads times queries of a uniform row that one tile holds
 
 
+@dataclass(frozen=True, slots=True)
+class _LongRows:
+    """The rows of a step that are not uniform, and what FlashAttention wants to know of them."""
+
+    batch: "ForwardBatch"
+    first: int
+    fresh: bool  # all are whole prompts, whose keys and values are all in this step
+    max_seq_len: int
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """What ``write_kv`` leaves to ``attend`` where all long rows are whole prompts."""
+
+    layer: "Attention"
+    batch: "ForwardBatch"
+    keys: torch.Tensor  # [num_tokens, num_kv_heads, head_dim], rotated
+    values: torch.Tensor  # the same
+
+
 class TritonAttention(AttentionBackend):
     """See the module."""
 
@@ -49,7 +73,8 @@ class TritonAttention(AttentionBackend):
         self._precision = "ieee" if spec.dtype == "float32" else "tf32"
         on_gpu = device.startswith("cuda")
         self._flash = find_flash_attention(spec, device) if on_gpu else None
-        self._fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layer at work: rotated keys, and values
+        self._long: _LongRows | None = None  # of the step at work
+        self._fresh: _Fresh | None = None
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
@@ -69,12 +94,13 @@ class TritonAttention(AttentionBackend):
         self._scratch_lse = torch.empty(cells, dtype=torch.float32, device=self.device)
 
     def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
-        self._fresh = None
         rotary = layer.rotary
-        if self._flash is not None and self._all_fresh(batch):
-            key = key if rotary is None else self._rotated(key, batch, rotary.table)
-            rotary = None
-            self._fresh = key, value
+        if self._flash is not None:
+            long_rows = self._long_rows_of(layer, batch)
+            if long_rows is not None and long_rows.fresh:
+                key = key if rotary is None else self._rotated(key, batch, rotary.table)
+                rotary = None
+                self._fresh = _Fresh(layer, batch, key, value)
         table = rotary.table if rotary is not None else key
         write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
             key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
@@ -87,10 +113,11 @@ class TritonAttention(AttentionBackend):
         shape = batch.shape
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         group = layer.num_heads // self.spec.num_kv_heads
-        if self._flash is not None and shape.num_decode_rows < shape.num_rows:
-            self._with_flash(layer, query, out, batch, group)
+        long_rows = self._long_rows_of(layer, batch) if self._flash is not None else None
+        if long_rows is not None:
+            self._with_flash(layer, query, out, batch, long_rows)
             return out
-        num_decode_rows = shape.num_decode_rows if group * shape.decode_query_len <= _MOST_TILE_ROWS else 0
+        num_decode_rows = self._num_decode_rows(layer, batch)
         if num_decode_rows:
             self._decode(layer, query, out, batch, group, num_decode_rows)
         if num_decode_rows < shape.num_rows:
@@ -102,35 +129,56 @@ class TritonAttention(AttentionBackend):
         programs = num_rows * self.spec.num_kv_heads
         return max(1, min(_MOST_SPLITS, 2 * self._num_processors // programs))
 
+    def _num_decode_rows(self, layer: "Attention", batch: "ForwardBatch") -> int:
+        """Leading rows that the decode kernel runs."""
+        group = layer.num_heads // self.spec.num_kv_heads
+        return batch.shape.num_decode_rows if group * batch.shape.decode_query_len <= _MOST_TILE_ROWS else 0
+
+    def _long_rows_of(self, layer: "Attention", batch: "ForwardBatch") -> "_LongRows | None":
+        """The other rows, if there are any; worked out once a step."""
+        first = self._num_decode_rows(layer, batch)
+        if first == batch.shape.num_rows:
+            return None
+        known = self._long
+        if known is None or known.batch is not batch or known.first != first:
+            known = self._long = _LongRows(
+                batch=batch,
+                first=first,
+                fresh=batch.around_attention is None and batch.seq_lens_host[first:] == batch.query_lens_host[first:],
+                max_seq_len=max(batch.seq_lens_host[first:]),
+                cu_seqlens_q=batch.cu_seqlens_q[first:],
+                seq_lens=batch.seq_lens[first:],
+                block_table=batch.block_table[first:],
+            )
+        return known
+
     def _with_flash(
-        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", long_rows: "_LongRows"
     ) -> None:
         """Uniform rows by our kernel, the others by FlashAttention over the same blocks."""
         assert self._flash is not None
         if layer.rotary is not None:
             query = self._rotated(query, batch, layer.rotary.table)
-        rows = batch.shape.num_decode_rows if group * batch.shape.decode_query_len <= _MOST_TILE_ROWS else 0
-        if rows:
-            self._decode(layer, query, out, batch, group, rows, rotated=True)
-        keys, values = layer.kv_cache.transpose(2, 3) if self._fresh is None else self._fresh
+        if long_rows.first:
+            group = layer.num_heads // self.spec.num_kv_heads
+            self._decode(layer, query, out, batch, group, long_rows.first, rotated=True)
+        fresh = self._fresh
+        if fresh is None or fresh.layer is not layer or fresh.batch is not batch:
+            fresh = None  # the keys were written by a graph
+        keys, values = layer.kv_cache.transpose(2, 3) if fresh is None else (fresh.keys, fresh.values)
         self._flash(
             query,
             keys,
             values,
             out,
-            cu_seqlens_q=batch.cu_seqlens_q[rows:],
-            seq_lens=batch.seq_lens[rows:],
+            cu_seqlens_q=long_rows.cu_seqlens_q,
+            seq_lens=long_rows.seq_lens,
             max_query_len=batch.shape.max_query_len,
-            max_seq_len=max(batch.seq_lens_host[rows:]),
-            block_table=batch.block_table[rows:] if self._fresh is None else None,
+            max_seq_len=long_rows.max_seq_len,
+            block_table=long_rows.block_table if fresh is None else None,
             scale=layer.scale,
             window=-1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
         )
-
-    def _all_fresh(self, batch: "ForwardBatch") -> bool:
-        """Whether every long row is a whole prompt, whose keys and values are all in this step."""
-        first, shape = batch.shape.num_decode_rows, batch.shape
-        return first < shape.num_rows and batch.seq_lens_host[first:] == batch.query_lens_host[first:]
 
     def _rotated(self, query: torch.Tensor, batch: "ForwardBatch", table: torch.Tensor) -> torch.Tensor:
         num_tokens, heads, dim = query.shape

@@ -23,8 +23,10 @@ TOGETHER = [
     ("triton-attention",),
     ("fused-kernels",),
     ("triton-attention", "cuda-graphs"),
+    ("cuda-graphs", "chunked-prefill"),
     ("device-sampler",),
     ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs"),
+    ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs", "chunked-prefill"),
 ]
 
 
@@ -60,28 +62,36 @@ def test_no_token_changes(plugins: tuple[str, ...], tmp_path: Path) -> None:
         assert tokens(tmp_path, plugins, overlap=overlap, **pool) == expected
 
 
-def test_graphs_say_that_attention_cannot_be_captured_and_pad_nothing() -> None:
+LIMITS = BatchLimits(max_num_rows=3, max_num_tokens=20, max_blocks_per_row=4, block_size=4)
+
+
+def test_attention_that_cannot_be_captured_leaves_graphs_between() -> None:
     said: list[str] = []
-    runner = CudaGraphRunner([1, 2], said.append)
+    runner = CudaGraphRunner([1, 2], [8], said.append)
     runner.bind([ReferenceAttention(KVCacheSpec("full", 1, 8, 8, "float32"), "cpu", 16)])
-    assert said == ["cuda-graphs: attention 'reference' cannot be captured; steps are launched kernel by kernel"]
+    runner.limits(LIMITS)
+    assert said == ["cuda-graphs: attention 'reference' cannot be captured, only what is between two attentions"]
     one = StepShape.of([1], 1)
     assert runner.shape(one) == one
-    assert not runner.rehearsals()
+    assert [shape.num_tokens for shape in runner.rehearsals()] == [8, 2, 1]
 
 
 def test_the_buckets_that_the_engine_can_fill_are_rehearsed() -> None:
-    runner = CudaGraphRunner([1, 2, 4, 8])
-    limits = runner.limits(BatchLimits(max_num_rows=3, max_num_tokens=3, max_blocks_per_row=4, block_size=16))
-    assert (limits.max_num_rows, limits.max_num_tokens) == (4, 4)
-    assert [shape.num_rows for shape in runner.rehearsals()] == [4, 2, 1]
+    runner = CudaGraphRunner([1, 2, 4, 8], [8, 16, 32, 64])
+    limits = runner.limits(LIMITS)
+    assert (limits.max_num_rows, limits.max_num_tokens) == (3 + 3, 32)  # 32 tokens of padding are three rows of 13
+    assert [(shape.num_rows, shape.num_tokens) for shape in runner.rehearsals()] == [
+        *((1, 32), (1, 16), (1, 8)),
+        *((4, 4), (2, 2), (1, 1)),
+    ]
 
 
 def test_a_step_is_padded_to_its_bucket() -> None:
-    runner = CudaGraphRunner([1, 4])
-    runner.limits(BatchLimits(max_num_rows=4, max_num_tokens=64, max_blocks_per_row=4, block_size=16))
+    runner = CudaGraphRunner([1, 4], [8, 32])
+    runner.limits(LIMITS)
     for rows, query_len, padded in ((1, 1, 1), (2, 1, 4), (3, 4, 4), (5, 1, 5)):
         shape = runner.shape(StepShape.of([query_len] * rows, query_len))
         assert (shape.num_rows, shape.num_tokens) == (padded, padded * query_len)
-    prompts = StepShape.of([1, 7], 1)
-    assert runner.shape(prompts) == prompts
+    for lens, rows, tokens in (([1, 3], 3, 8), ([1, 7], 2, 8), ([1, 8], 4, 32), ([1, 32], 2, 33)):
+        shape = runner.shape(StepShape.of(lens, 1, True))
+        assert (shape.num_rows, shape.num_tokens, shape.last_only) == (rows, tokens, tokens == 33)
