@@ -26,7 +26,7 @@ PLUGIN_SETS: Mapping[str, PluginSet] = {
         "what serves best on this device",
         {
             "cpu": ("cpu-attention", "cpu-kernels"),
-            "cuda": ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs"),
+            "cuda": ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs", "chunked-prefill"),
         },
     ),
     "paged-attention": PluginSet(

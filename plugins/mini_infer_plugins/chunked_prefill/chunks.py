@@ -1,8 +1,8 @@
 """ChunksBesideDecodes: how much of a prompt runs in a step, so that nobody who is decoding waits long.
 
 Contract: a decoding request gets its token in every step; what is left of the step's tokens goes to prompts in the
-scheduler's order. While fewer decode than have yet to run their prompts, a step takes as much as the engine allows:
-then more wait for the prompts than for the decodes.
+scheduler's order. While fewer than four decode for each that has yet to run its prompt, as when a large batch has just
+been handed in, a step takes as much as the engine allows: small steps would serve few and keep many waiting.
 """
 
 from mini_infer.interfaces import ChunkPolicy, RequestView, SchedulerView
@@ -14,6 +14,8 @@ class ChunksBesideDecodes(ChunkPolicy):
     Args:
         max_tokens: that a step runs, decodes and prompts together, while most requests decode.
     """
+
+    _DECODES_A_PROMPT = 4
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -30,4 +32,4 @@ class ChunksBesideDecodes(ChunkPolicy):
     def _budget_of(self, view: SchedulerView) -> int:
         decoding = sum(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)
         prompts = len(view.running) - decoding + len(view.waiting)
-        return self._max_tokens if decoding >= prompts else view.token_budget
+        return self._max_tokens if decoding >= self._DECODES_A_PROMPT * prompts else view.token_budget

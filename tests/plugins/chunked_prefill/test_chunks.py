@@ -24,18 +24,19 @@ def request(name: str, num_tokens: int, max_tokens: int = 12) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params)
 
 
-def steps_of(most: int) -> tuple[list[int], dict[str, list[int]]]:
-    """Tokens run in each step, and each request's tokens: a decoder, and a long prompt that arrives beside it."""
+def steps_of(most: int, decoding: str = "abcd") -> tuple[list[int], dict[str, list[int]]]:
+    """Tokens run in each step, and each request's tokens: some decode when a long prompt arrives."""
     settings = {"chunked-prefill": {"max_tokens_beside_decodes": most}}
     engine = make_engine("llama", plugins=["chunked-prefill"], plugin=settings, max_model_len=128).engine
     sizes: list[int] = []
     execute = engine._execute
     engine._execute = lambda plan, requests: (sizes.append(plan.num_tokens), execute(plan, requests))[1]  # type: ignore[method-assign]
-    tokens: dict[str, list[int]] = {"a": [], "b": []}
-    engine.add_request(request("a", 3))
+    tokens: dict[str, list[int]] = {name: [] for name in (*decoding, "z")}
+    for name in decoding:
+        engine.add_request(request(name, 3, 20))
     for step in range(200):
         if step == 2:
-            engine.add_request(request("b", 40))
+            engine.add_request(request("z", 40))
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
         if not engine.has_work():
@@ -43,12 +44,17 @@ def steps_of(most: int) -> tuple[list[int], dict[str, list[int]]]:
     return sizes, tokens
 
 
-def test_a_prompt_is_cut_beside_a_decode_and_whole_alone() -> None:
-    sizes, tokens = steps_of(9)
-    # b: 40 tokens, 8 a step beside a's one; then both decode.
-    assert sizes[:8] == [3, 1, 9, 9, 9, 9, 9, 2]
-    assert tokens == steps_of(1000)[1]
-    assert steps_of(1000)[0][:4] == [3, 1, 41, 2]
+def test_a_prompt_is_cut_beside_decodes_and_changes_no_token() -> None:
+    sizes, tokens = steps_of(12)
+    # At first nobody decodes and all four prompts run at once. z: 8 tokens a step beside the others' four.
+    assert sizes[:9] == [12, 4, 12, 12, 12, 12, 12, 5, 5]
+    whole_sizes, whole_tokens = steps_of(1000)
+    assert whole_sizes[:4] == [12, 4, 44, 5]
+    assert tokens == whole_tokens
+
+
+def test_while_few_decode_a_prompt_is_whole() -> None:
+    assert steps_of(12, "abc")[0][:4] == [9, 3, 43, 4]
 
 
 def test_alone_a_prompt_is_whole() -> None:
