@@ -18,7 +18,8 @@ from torch import nn
 from mini_infer.layers import Linear, RMSNorm, SiluAndMul
 from mini_infer.layers.decoder import DecoderLayer
 from mini_infer_plugins.cpu_kernels.layers import GateForward, LinearForward, NormForward, fits, most_rows
-from mini_infer_plugins.cpu_kernels.native import DecoderLayerArgs, MatrixArgs, native_build
+from mini_infer_plugins.cpu_kernels.matrix import BlockCount, Matrix
+from mini_infer_plugins.cpu_kernels.native import DecoderLayerArgs, native_build
 
 if TYPE_CHECKING:
     from mini_infer.interfaces import ForwardBatch
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 class DecoderLayerForward:
     """``DecoderLayer.forward``."""
 
-    def __init__(self, layer: DecoderLayer) -> None:
+    def __init__(self, layer: DecoderLayer, blocks: BlockCount | None = None) -> None:
         self._build = native_build()
         self._layer = layer
+        self._blocks = blocks
+        self._matrices: list[Matrix] = []  # what args point to
         self._args: DecoderLayerArgs | None = None
         self._most_rows: int | None = None  # not looked at yet
 
@@ -38,10 +41,10 @@ class DecoderLayerForward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] twice, as the layer's own ``forward``."""
         layer, native, rows = self._layer, self._build.library, x.shape[0]
-        if self._most_rows is None:
-            self._args = _plain_args(layer, x.dtype)
+        if self._most_rows is None and native is not None:
+            self._args = self._plain_args(native, x.dtype)
             self._most_rows = most_rows(x.dtype) if self._args is not None else 0
-        if native is None or self._args is None or rows > self._most_rows:
+        if native is None or self._args is None or self._most_rows is None or rows > self._most_rows:
             return type(layer).forward(layer, x, residual, batch)
         threads, args = torch.get_num_threads(), ctypes.byref(self._args)
         x = x.contiguous()
@@ -66,34 +69,30 @@ class DecoderLayerForward:
         )
         return y, new_total
 
-
-def _plain_args(layer: DecoderLayer, dtype: torch.dtype) -> DecoderLayerArgs | None:
-    """The layer's weights, if all its parts compute what this file knows."""
-    attention, mlp = layer.self_attn, layer.mlp
-    matrices = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    plain = (
-        all(_is_plain(m, Linear, LinearForward) for m in matrices)
-        and all(_is_plain(norm, RMSNorm, NormForward) for norm in norms)
-        and _is_plain(mlp.act, SiluAndMul, GateForward)
-        and all(fits(parameter, dtype) for part in (*matrices, *norms) for parameter in part.parameters())
-    )
-    if not plain:
-        return None
-    return DecoderLayerArgs(
-        *(_matrix(m) for m in matrices),
-        *(norm.weight.data_ptr() for norm in norms),
-        *(norm.eps for norm in norms),
-        dtype is torch.bfloat16,
-    )
+    def _plain_args(self, native: ctypes.CDLL, dtype: torch.dtype) -> DecoderLayerArgs | None:
+        """The layer's weights, if all its parts compute what this file knows."""
+        layer = self._layer
+        attention, mlp = layer.self_attn, layer.mlp
+        matrices = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        plain = (
+            all(_is_plain(m, Linear, LinearForward) for m in matrices)
+            and all(_is_plain(norm, RMSNorm, NormForward) for norm in norms)
+            and _is_plain(mlp.act, SiluAndMul, GateForward)
+            and all(fits(parameter, dtype) for part in (*matrices, *norms) for parameter in part.parameters())
+        )
+        if not plain:
+            return None
+        self._matrices = [Matrix(native, m.weight, m.bias, self._blocks) for m in matrices]
+        return DecoderLayerArgs(
+            *(matrix.args for matrix in self._matrices),
+            *(norm.weight.data_ptr() for norm in norms),
+            *(norm.eps for norm in norms),
+            dtype is torch.bfloat16,
+        )
 
 
 def _is_plain(part: nn.Module, known: type[nn.Module], ours: type) -> bool:
     """Whether ``part`` computes what ``known`` does, by its own code or by this plugin's."""
     own = vars(part).get("forward")
     return isinstance(part, known) and type(part).forward is known.forward and (own is None or isinstance(own, ours))
-
-
-def _matrix(layer: Linear) -> MatrixArgs:
-    bias_at = None if layer.bias is None else layer.bias.data_ptr()
-    return MatrixArgs(layer.weight.data_ptr(), bias_at, layer.out_features, layer.in_features)

@@ -15,6 +15,7 @@ from mini_infer.layers import Linear, LMHead, RMSNorm, SiluAndMul
 from mini_infer.layers.decoder import DecoderLayer
 from mini_infer_plugins.cpu_kernels.decoder_layer import DecoderLayerForward
 from mini_infer_plugins.cpu_kernels.layers import DTYPES, GateForward, LinearForward, NormForward, most_rows
+from mini_infer_plugins.cpu_kernels.matrix import BlockCount
 from mini_infer_plugins.cpu_kernels.memory import KEPT, keep_freed_memory
 from mini_infer_plugins.cpu_kernels.native import native_build
 
@@ -26,13 +27,15 @@ class FewRows(ModelTransform):
     """See the module.
 
     Args:
-        log: gets a line that says what was replaced.
+        log: gets a line that says what was replaced, and at the first step one that says which weights are blocks.
+        blocks: read weights that are exactly blocks of 4 or 8 bits as such.
     """
 
     name: ClassVar[str] = "cpu-kernels"
 
-    def __init__(self, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, log: Callable[[str], None] = lambda line: None, *, blocks: bool = True) -> None:
         self._log = log
+        self._looks_for_blocks = blocks
 
     def apply(self, module: nn.Module, config: "ModelConfig") -> nn.Module:
         if config.device != "cpu" or config.dtype not in DTYPES:
@@ -40,7 +43,11 @@ class FewRows(ModelTransform):
                 f"plugin 'cpu-kernels' speeds up float32 and bfloat16 on a CPU, not {config.dtype} on {config.device}"
             )
         native_build().start(self._log)
-        forwards = {layer: forward for layer in module.modules() if (forward := _forward_for(layer)) is not None}
+        num_matrices = sum(isinstance(layer, Linear | LMHead) for layer in module.modules())
+        blocks = BlockCount(num_matrices, self._log) if self._looks_for_blocks else None
+        forwards = {
+            layer: forward for layer in module.modules() if (forward := _forward_for(layer, blocks)) is not None
+        }
         for layer, forward in forwards.items():
             layer.forward = forward
         if keep_freed_memory():
@@ -50,17 +57,17 @@ class FewRows(ModelTransform):
         return module
 
 
-def _forward_for(layer: nn.Module) -> Callable[..., object] | None:
+def _forward_for(layer: nn.Module, blocks: BlockCount | None) -> Callable[..., object] | None:
     """The replacement, if the layer's class computes what this file knows."""
     forward = type(layer).forward
     if isinstance(layer, LMHead) and forward is LMHead.forward:
-        return LinearForward(lambda: layer.matrix, None)
+        return LinearForward(lambda: layer.matrix, None, blocks)
     if isinstance(layer, Linear) and forward is Linear.forward:
-        return LinearForward(lambda: layer.weight, layer.bias)
+        return LinearForward(lambda: layer.weight, layer.bias, blocks)
     if isinstance(layer, RMSNorm) and forward is RMSNorm.forward:
         return NormForward(layer)
     if isinstance(layer, SiluAndMul) and forward is SiluAndMul.forward:
         return GateForward(layer)
     if isinstance(layer, DecoderLayer) and forward is DecoderLayer.forward:
-        return DecoderLayerForward(layer)
+        return DecoderLayerForward(layer, blocks)
     return None

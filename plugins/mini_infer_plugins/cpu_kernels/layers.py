@@ -9,6 +9,7 @@ own code runs. Up to how many rows a product is native, by measurement (README):
     bfloat16 with units  native   F.linear
 """
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from mini_infer.layers import RMSNorm, SiluAndMul
 from mini_infer.native_build import multiplies_bfloat16
+from mini_infer_plugins.cpu_kernels.matrix import BlockCount, Matrix
 from mini_infer_plugins.cpu_kernels.native import native_build
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,12 +43,17 @@ class LinearForward:
     Args:
         weight: gives [out_features, in_features], wherever it is kept now.
         bias: [out_features] or None.
+        blocks: where weights that are blocks are counted; None not to look for them.
     """
 
-    def __init__(self, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, blocks: BlockCount | None = None
+    ) -> None:
         self._build = native_build()
         self._weight = weight
         self._bias = bias
+        self._blocks = blocks
+        self._matrix: Matrix | None = None  # not looked at yet
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -55,14 +62,13 @@ class LinearForward:
         rows = x.numel() // k
         if native is None or rows > most_rows(x.dtype) or not fits(weight, x.dtype):
             return _torch_linear(x, weight, self._bias)
+        matrix = self._matrix
+        if matrix is None or not matrix.is_of(weight):
+            matrix = self._matrix = Matrix(native, weight, self._bias, self._blocks)
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], outs, dtype=x.dtype)
-        bias_at = None if self._bias is None else self._bias.data_ptr()
-        native.linear(
-            x.dtype is torch.bfloat16,
-            *(x.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr()),
-            *(rows, outs, k, torch.get_num_threads()),
-        )
+        args = ctypes.byref(matrix.args)
+        native.linear(args, x.dtype is torch.bfloat16, x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
         return y
 
 

@@ -2,10 +2,12 @@
 //
 // Contract: sums are float32. A row's numbers depend on that row alone, the same bits in any batch that runs here and
 // with any number of threads: each output is one sum of kWidth lanes over the inputs in order.
+#include "blocks.h"
 #include "vector_lanes.h"
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -225,7 +227,8 @@ void gate_any(const T* gate_up, T* y, int64_t rows, int64_t size, int threads) {
 // The matrices and norms of one pre-norm decoder layer; native.py has the same structure.
 struct Matrix {
   const void *weight, *bias;  // [outs, k], and [outs] or null
-  int64_t outs, k;
+  const void* blocks;         // the same weights as blocks of so many bits, or null
+  int64_t outs, k, bits;
 };
 struct DecoderLayer {
   Matrix qkv, o, gate_up, down;
@@ -234,8 +237,18 @@ struct DecoderLayer {
   int64_t is_bf16;
 };
 
+template <class B>
+void linear_blocks(const Matrix& m, const float* x, float* y, int64_t rows, int threads) {
+  blocks::linear<B>({x, (const B*)m.blocks, (const float*)m.bias, y, rows, m.outs, m.k}, threads);
+}
+
 template <class T>
 void linear_by(const Matrix& m, const T* x, T* y, int64_t rows, int threads) {
+  if constexpr (std::is_same_v<T, float>) {
+    int64_t bits = rows <= blocks::kMostRows ? m.bits : 0;
+    if (bits == 4) return linear_blocks<blocks::Block4>(m, x, y, rows, threads);
+    if (bits == 8) return linear_blocks<blocks::Block8>(m, x, y, rows, threads);
+  }
   linear_any(x, (const T*)m.weight, (const T*)m.bias, y, rows, m.outs, m.k, threads);
 }
 
@@ -283,13 +296,21 @@ void after_attention(const DecoderLayer* l, const void* x, const void* residual,
     after_attention_any(*l, (const float*)x, (const float*)residual, (float*)total, (float*)y, rows, threads);
 }
 
-// y [rows, outs] = x [rows, k] w [outs, k] transposed + bias [outs], or null; all contiguous.
-void linear(int is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t rows, int64_t outs, int64_t k,
-            int threads) {
+// y [rows, m.outs] = x [rows, m.k] by the matrix transposed + bias; all contiguous.
+void linear(const Matrix* m, int is_bf16, const void* x, void* y, int64_t rows, int threads) {
   if (is_bf16)
-    linear_any((const bf16*)x, (const bf16*)w, (const bf16*)bias, (bf16*)y, rows, outs, k, threads);
+    linear_by(*m, (const bf16*)x, (bf16*)y, rows, threads);
   else
-    linear_any((const float*)x, (const float*)w, (const float*)bias, (float*)y, rows, outs, k, threads);
+    linear_by(*m, (const float*)x, (float*)y, rows, threads);
+}
+
+// Bytes of a block of 32 weights.
+int64_t block_bytes(int bits) { return bits == 4 ? sizeof(blocks::Block4) : sizeof(blocks::Block8); }
+
+// w [count * 32] as blocks; whether they are exactly these numbers.
+int pack(int bits, const float* w, int64_t count, void* to, int threads) {
+  return bits == 4 ? blocks::pack(w, count, (blocks::Block4*)to, threads)
+                   : blocks::pack(w, count, (blocks::Block8*)to, threads);
 }
 
 // y [rows, size] = the norm of x, or with a residual of total = x + residual.

@@ -15,8 +15,10 @@ class MatrixArgs(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
         ("outs", ctypes.c_int64),
         ("k", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
     )
 
 
@@ -38,7 +40,11 @@ class DecoderLayerArgs(ctypes.Structure):
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.linear.argtypes = (flag, pointer, pointer, pointer, pointer, number, number, number, flag)
+    library.linear.argtypes = (pointer, flag, pointer, pointer, number, flag)
+    library.pack.argtypes = (flag, pointer, number, pointer, flag)
+    library.pack.restype = flag
+    library.block_bytes.argtypes = (flag,)
+    library.block_bytes.restype = number
     library.add_rms_norm.argtypes = (
         flag,
         *(pointer, pointer, pointer, pointer, pointer),
@@ -54,4 +60,6 @@ def _declare(library: ctypes.CDLL) -> None:
 @cache
 def native_build() -> NativeBuild:
     """The build of this plugin's file; the same for every engine of the process, for it holds no state of theirs."""
-    return NativeBuild("cpu-kernels", _FOLDER / "native.cpp", [_FOLDER.parent / "vector_lanes.h"], _declare)
+    return NativeBuild(
+        "cpu-kernels", _FOLDER / "native.cpp", [_FOLDER / "blocks.h", _FOLDER.parent / "vector_lanes.h"], _declare
+    )

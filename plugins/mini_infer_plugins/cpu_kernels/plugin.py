@@ -26,6 +26,10 @@ class Settings(BaseModel):
         default=False,
         description="serve only when the native kernels are built, so that no token takes the slower plain path",
     )
+    blocks: bool = Field(
+        default=True,
+        description="read float32 weights that are exactly blocks of 4 or 8 bits as such: the same numbers, faster",
+    )
 
 
 @hookimpl
@@ -37,6 +41,7 @@ def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
     from mini_infer_plugins.cpu_kernels.native import native_build
 
     native_build().start(context.log)
-    if context.settings_of(name, Settings).wait:
+    settings = context.settings_of(name, Settings)
+    if settings.wait:
         native_build().wait()
-    return [FewRows(context.log)]
+    return [FewRows(context.log, blocks=settings.blocks)]
