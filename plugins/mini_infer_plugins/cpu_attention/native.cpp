@@ -63,7 +63,7 @@ void read_head(const T* from, const Layer& layer, int64_t position, float* to) {
 
 template <class T>
 void write_token(const T* key, const T* value, const Layer& layer, int64_t slot, int64_t position) {
-  thread_local std::vector<float> head;
+  thread_local lanes::Room<float> head;
   head.resize(layer.head_dim);
   int64_t block = slot / layer.block_size, offset = slot % layer.block_size;
   for (int64_t h = 0; h < layer.num_kv_heads; h++) {
@@ -89,7 +89,7 @@ struct Tile {
 };
 
 struct Scratch {
-  std::vector<float> query, out, weights, maxima, sums;
+  lanes::Room<float> query, out, weights, maxima, sums;
 };
 
 // Blocks that share a step of the softmax. They begin at a multiple of kStrip, so that a token's numbers do not depend on

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -132,7 +131,7 @@ void multiply(const Product<T>& a, int threads) {
 
 // x as Product wants it. Whole rows of float32 are so already.
 template <class T>
-const float* take_apart(const T* x, int64_t rows, int64_t k, int64_t stride, std::vector<float>& room) {
+const float* take_apart(const T* x, int64_t rows, int64_t k, int64_t stride, Room<float>& room) {
   constexpr int S = Step<T>::kSize;
   if constexpr (Step<T>::kParts == 1)
     if (stride == k) return x;
@@ -151,7 +150,7 @@ const float* take_apart(const T* x, int64_t rows, int64_t k, int64_t stride, std
 template <class T>
 void linear_any(const T* x, const T* w, const T* bias, T* y, int64_t rows, int64_t outs, int64_t k, int threads) {
   constexpr int S = Step<T>::kSize;
-  thread_local std::vector<float> room;
+  thread_local Room<float> room;
   int64_t stride = (k + S - 1) / S * S;
   Product<T> a{take_apart(x, rows, k, stride, room), stride, w, bias, y, rows, outs, k};
   if (rows == 1)
@@ -255,7 +254,7 @@ void linear_by(const Matrix& m, const T* x, T* y, int64_t rows, int threads) {
 template <class T>
 void before_attention_any(const DecoderLayer& l, const T* x, const T* residual, T* total, T* qkv, int64_t rows,
                           int threads) {
-  thread_local std::vector<T> normed;
+  thread_local Room<T> normed;
   normed.resize(rows * l.qkv.k);
   norm_any(x, residual, (const T*)l.input_norm, total, normed.data(), rows, l.qkv.k, (float)l.input_eps, threads);
   linear_by(l.qkv, normed.data(), qkv, rows, threads);
@@ -263,7 +262,7 @@ void before_attention_any(const DecoderLayer& l, const T* x, const T* residual, 
 
 template <class T>
 void after_attention_any(const DecoderLayer& l, const T* x, const T* residual, T* total, T* y, int64_t rows, int threads) {
-  thread_local std::vector<T> normed, gate_up, gated;
+  thread_local Room<T> normed, gate_up, gated;
   normed.resize(rows * l.o.outs);
   gate_up.resize(rows * l.gate_up.outs);
   gated.resize(rows * l.down.k);
