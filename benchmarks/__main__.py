@@ -5,6 +5,7 @@ python -m benchmarks run cpu-decode-float32 --engine mini-infer --threads 1 --js
 python -m benchmarks suite cpu-decode-float32 cpu-mixed-8 --threads 1 --out benchmarks/results
 python -m benchmarks compare benchmarks/results/*.json
 python -m benchmarks plot benchmarks/results/*.json --png benchmarks/results/cpu.png
+python -m benchmarks gpu --help
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 import click
 
+from benchmarks.gpu import gpu
 from benchmarks.report import print_table, save_plot
 from benchmarks.workloads import WORKLOADS
 
@@ -24,6 +26,9 @@ from benchmarks.workloads import WORKLOADS
 @click.group(help=__doc__)
 def main() -> None:
     """See the module."""
+
+
+main.add_command(gpu)
 
 
 @main.command("list")

@@ -11,7 +11,10 @@ _PACKAGES = ("mini-infer", "torch", "transformers", "triton", "vllm", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """Commit (with ``+`` if the tree is changed), versions of packages, processor or card."""
+    """Commit, versions of packages, processor or card.
+
+    The commit has a ``+`` if the tree is changed; where there is no repository it is ``MINI_INFER_COMMIT``.
+    """
     return {
         "commit": _commit(),
         "python": platform.python_version(),
@@ -22,6 +25,8 @@ def provenance() -> dict[str, Any]:
 
 def _commit() -> str:
     root = Path(__file__).parent.parent
+    if given := os.environ.get("MINI_INFER_COMMIT"):
+        return given
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
