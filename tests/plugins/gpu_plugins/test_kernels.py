@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against PyTorch: no GPU needed, but triton itself (``make test-kernels``)."""
+"""The Triton kernels in Triton's interpreter, against PyTorch: ``make test-kernels``. No GPU is needed."""
 
 import os
 
