@@ -53,10 +53,13 @@ def rows(model: str, engine: str, names: tuple[str, ...], repeats: int, target: 
 
 
 @gpu.command("compare")
-@click.argument("ours", type=click.Path(exists=True, path_type=Path))
-@click.argument("peer", type=click.Path(exists=True, path_type=Path))
+@click.argument("ours", type=click.Path(path_type=Path))
+@click.argument("peer", type=click.Path(path_type=Path))
 def compare(ours: Path, peer: Path) -> None:
     """The table of two results of one model, with ratios (above 1, ours is better) and what was to be reached."""
+    for path in (ours, peer):
+        if not path.is_file():
+            raise click.ClickException(f"there is no {path}: make it with `python -m benchmarks gpu rows`")
     mine, theirs = (json.loads(path.read_text()) for path in (ours, peer))
     click.echo(
         f"| {mine['model']} | {mine['engine']} | {theirs['engine']} | ratio | target | met |\n|---|---|---|---|---|---|"

@@ -10,6 +10,8 @@ from benchmarks.workloads import WORKLOADS
 
 Result = dict[str, Any]
 
+_PANELS_A_LINE = 4
+
 
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """One row a workload and thread count: ours, the best peer, their ratio, and whether the target is met."""
@@ -71,8 +73,11 @@ def save_plot(results: Sequence[Result], png: Path) -> None:
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         groups[f"{result['workload']}, {result['threads']} threads"].append(result)
-    figure, panels = pyplot.subplots(1, len(groups), figsize=(3 * len(groups), 3.5), squeeze=False)
-    for panel, (title, group) in zip(panels[0], groups.items(), strict=True):
+    lines = -(-len(groups) // _PANELS_A_LINE)
+    figure, panels = pyplot.subplots(lines, _PANELS_A_LINE, figsize=(3 * _PANELS_A_LINE, 3 * lines), squeeze=False)
+    for panel in panels.flat[len(groups) :]:
+        panel.set_axis_off()
+    for panel, (title, group) in zip(panels.flat, groups.items(), strict=False):
         panel.bar([r["engine"] for r in group], [r["best"] for r in group])
         panel.set_title(title, fontsize=8)
         panel.tick_params(axis="x", labelrotation=30, labelsize=7)
