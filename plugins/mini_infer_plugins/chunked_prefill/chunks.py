@@ -12,7 +12,8 @@ class ChunksBesideDecodes(ChunkPolicy):
     """See the module.
 
     Args:
-        max_tokens: that a step runs, decodes and prompts together, while most requests decode.
+        max_tokens: that a step runs, decodes and prompts together, while most requests decode; a quarter of it is kept
+            for prompts.
     """
 
     _DECODES_A_PROMPT = 4
@@ -32,4 +33,8 @@ class ChunksBesideDecodes(ChunkPolicy):
     def _budget_of(self, view: SchedulerView) -> int:
         decoding = sum(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)
         prompts = len(view.running) - decoding + len(view.waiting)
-        return self._max_tokens if decoding >= self._DECODES_A_PROMPT * prompts else view.token_budget
+        if decoding < self._DECODES_A_PROMPT * prompts:
+            return view.token_budget
+        return max(
+            self._max_tokens, decoding + self._max_tokens // 4
+        )  # so that prompts run beside any number of decodes

@@ -10,6 +10,7 @@ graph reads. Tokens are those without graphs.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,7 @@ class PieceGraphs:
         self._pool = pool or torch.cuda.graph_pool_handle()
         forward(batch)  # compiles what has to be
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_capture_stream()):
             self._begin()
             self._out = forward(replace(batch, around_attention=self._cut))
             self._last = self._graph
@@ -102,6 +103,12 @@ class PieceGraphs:
         self._pieces.append(_Piece(self._graph, layer, _unowned(query), out))
         self._begin()
         return out
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all captures, for cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class _Address:

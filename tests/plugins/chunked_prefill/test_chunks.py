@@ -53,6 +53,10 @@ def test_a_prompt_is_cut_beside_decodes_and_changes_no_token() -> None:
     assert tokens == whole_tokens
 
 
+def test_prompts_run_beside_more_decodes_than_the_setting() -> None:
+    assert steps_of(4)[0][:5] == [12, 4, 5, 5, 5]
+
+
 def test_while_few_decode_a_prompt_is_whole() -> None:
     assert steps_of(12, "abc")[0][:4] == [9, 3, 43, 4]
 
