@@ -1,5 +1,10 @@
 """Triton kernels of a decoder layer outside attention.
 
+``few_rows_kernel`` multiplies 2 to 64 rows, with each weight read once; where a product has few outputs, several
+programs share an output and leave partial sums, which ``add_norm_kernel`` adds up on its way::
+
+    W [N, K]     a program takes BLOCK_N rows (with GATE as many of up as of gate) and a K / SPLITS of the columns
+
 ``one_row_kernel`` is a matrix-vector product that reads each weight once and does what stands before and after it::
 
     out[n] = sum over k of x[k] * W[n, k]       NORM: x normalised on the fly (1/rms is one number, so it is applied to
@@ -75,12 +80,80 @@ def one_row_kernel(
 
 
 @triton.jit
-def add_norm_kernel(x, residual, weight, total, out, eps, K: tl.constexpr, PADDED_K: tl.constexpr, ADD: tl.constexpr):
-    """One program a row: total = x + residual, out = total normalised."""
+def few_rows_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,
+    x_stride,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program BLOCK_N outputs of all rows, and a share of the columns; ``out`` is [SPLITS, M, N]."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    in_n, in_m = n < N, m < M
+    share: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    k = split * share + tl.arange(0, BLOCK_K)
+    x_at = x + m[None, :] * x_stride + k[:, None]
+    w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, share, BLOCK_K):
+        in_k = k + start < K
+        w = tl.load(w_at + start, mask=in_n[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
+        xs = tl.load(x_at + start, mask=in_m[None, :] & in_k[:, None], other=0.0)
+        acc = tl.dot(w, xs, acc, input_precision=PRECISION)
+        if GATE:
+            u_at = w_at + N.to(tl.int64) * K + start
+            u = tl.load(u_at, mask=in_n[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
+            up = tl.dot(u, xs, up, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if GATE:
+        acc = acc * tl.sigmoid(acc) * up
+    to = out + (split * M + m[None, :]).to(tl.int64) * N + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=in_m[None, :] & in_n[:, None])
+
+
+@triton.jit
+def add_norm_kernel(
+    x,
+    residual,
+    weight,
+    total,
+    out,
+    eps,
+    x_size,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row: total = x + residual, out = total normalised. x [SPLITS, rows, K] is summed first."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, PADDED_K)
     mask = k < K
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row * K + k, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(x + split * x_size + row * K + k, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * K + k, mask=mask, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty)

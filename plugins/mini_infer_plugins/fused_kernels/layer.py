@@ -6,13 +6,15 @@ inside it::
     [norm, QKV] -> [RoPE, KV write] -> [attention, merge] -> [O, residual]
                 -> [norm, gate and up, SiLU] -> [down, residual]
 
-More rows: cuBLAS for the products, one kernel for add and norm, one for the gate.
+Up to ``FEW_ROWS``: the same with our own matrix products and add and norm in one kernel of their own. More rows: cuBLAS
+for the products, one kernel for add and norm, one for the gate.
 
 Contract: the layer's numbers up to rounding. Layers whose parts are not the plain ones (quantised, sharded, with
 ``qk_norm`` or an MLP bias) are left alone; the start log says how many were replaced.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -23,7 +25,12 @@ from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelTransform
 from mini_infer.layers import Linear, RMSNorm
 from mini_infer.layers.decoder import DecoderForCausalLM, DecoderLayer
-from mini_infer_plugins.fused_kernels.kernels import add_norm_kernel, one_row_kernel, silu_and_mul_kernel
+from mini_infer_plugins.fused_kernels.kernels import (
+    add_norm_kernel,
+    few_rows_kernel,
+    one_row_kernel,
+    silu_and_mul_kernel,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +52,7 @@ def one_row(
     n = weight.shape[0] // (2 if gate else 1)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
     block, warps = _tiling(n, k, gate)
-    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = _launches_early(x)
     one_row_kernel[(n,)](
         x, weight, x if bias is None else bias, x if norm is None else norm.weight, x if residual is None else residual,
         out, 0.0 if norm is None else norm.eps, n, K=k, NORM=norm is not None, BIAS=bias is not None, GATE=gate,
@@ -63,16 +70,74 @@ def _tiling(n: int, k: int, gate: bool) -> tuple[int, int]:
     return (1024, 2) if n <= 8192 and not gate else (triton.next_power_of_2(k), 4)
 
 
+FEW_ROWS = 64
+"""Most rows of ``few_rows``; from there on a product is bound by arithmetic, and cuBLAS is faster."""
+
+TUNE: dict = {}
+
+
+def few_rows(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gate: bool = False, sums: bool = False
+) -> torch.Tensor:
+    """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most ``FEW_ROWS``.
+
+    With ``sums`` the answer may be float32 [S, M, N], still to be summed over S, as ``add_norm`` does.
+    """
+    m, k = x.shape
+    n = weight.shape[0] // (2 if gate else 1)
+    block_m = max(16, triton.next_power_of_2(m))
+    block_n, block_k, splits, warps, stages = _few_rows_tiling(n, k, block_m, gate, sums, x.element_size())
+    shape, dtype = ((splits, m, n), torch.float32) if splits > 1 else ((m, n), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    pdl = _launches_early(x)
+    few_rows_kernel[(triton.cdiv(n, block_n), splits)](
+        x, weight, x if bias is None else bias, out, m, n, x.stride(0),
+        K=k, BIAS=bias is not None, GATE=gate, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        PRECISION="ieee" if x.dtype is torch.float32 else "tf32", PDL=pdl,
+        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _few_rows_tiling(
+    n: int, k: int, block_m: int, gate: bool, sums: bool, element_size: int
+) -> tuple[int, int, int, int, int]:
+    """Outputs and columns of a program's step, programs an output, warps, steps on their way."""
+    if (n, k, block_m) in TUNE:
+        return TUNE[n, k, block_m]
+    if element_size == 4:
+        return 32, 32, 1, 4, 2
+    tiles = triton.cdiv(n, 64)
+    if tiles >= 132:
+        return 64, 128, 1, 4, 3 if gate else 4
+    if sums:
+        return 64, 128, max(1, 264 // tiles), 4, 4
+    return 32, 128, 1, 4, 4
+
+
 def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual, normalised, and the sum itself; all [num_tokens, size]."""
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    k = x.shape[-1]
-    add_norm_kernel[(x.shape[0],)](
-        x, x if residual is None else residual, norm.weight, total, out, norm.eps,
-        K=k, PADDED_K=triton.next_power_of_2(k), ADD=residual is not None, num_warps=8 if k > 2048 else 4,
+    """x + residual, normalised, and the sum itself; all [num_tokens, size], but x may be ``few_rows``'s sums."""
+    rows, k = x.shape[-2:]
+    splits = x.shape[0] if x.dim() == 3 else 1
+    out = torch.empty(rows, k, dtype=norm.weight.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(out)
+    pdl = _launches_early(x)
+    add_norm_kernel[(rows,)](
+        x, x if residual is None else residual, norm.weight, total, out, norm.eps, rows * k,
+        K=k, PADDED_K=triton.next_power_of_2(k), ADD=residual is not None, SPLITS=splits, PDL=pdl,
+        num_warps=8 if k > 2048 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return out, total
+
+
+@cache
+def _has_early_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launches_early(x: torch.Tensor) -> bool:
+    """Whether kernels are launched while the one before them ends (programmatic dependent launch)."""
+    return _has_early_launch(x.device)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -103,13 +168,16 @@ class FusedLayer:
             inner = one_row(stream, mlp.gate_up_proj.weight, norm=layer.post_attention_layernorm, gate=True)
             return one_row(inner, mlp.down_proj.weight, residual=stream), None
         x, residual = add_norm(x, residual, layer.input_layernorm)
-        qkv = F.linear(x, qkv_proj.weight, qkv_proj.bias)
+        few = x.shape[0] <= FEW_ROWS
+        qkv = few_rows(x, qkv_proj.weight, bias=qkv_proj.bias) if few else F.linear(x, qkv_proj.weight, qkv_proj.bias)
         x = attention.attn(*qkv_proj.split(qkv), batch).flatten(1)
         if layer.is_last and batch.shape.last_only:
             x, residual = batch.last_tokens(x, residual)
-        x = F.linear(x, o_proj.weight)
-        x, residual = add_norm(x, residual, layer.post_attention_layernorm)
-        return F.linear(silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight), residual
+        if x.shape[0] > FEW_ROWS:
+            x, residual = add_norm(F.linear(x, o_proj.weight), residual, layer.post_attention_layernorm)
+            return F.linear(silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight), residual
+        x, residual = add_norm(few_rows(x, o_proj.weight, sums=True), residual, layer.post_attention_layernorm)
+        return few_rows(few_rows(x, mlp.gate_up_proj.weight, gate=True), mlp.down_proj.weight, sums=True), residual
 
 
 class FusedKernels(ModelTransform):
@@ -141,7 +209,9 @@ class FusedKernels(ModelTransform):
             return add_norm(x, residual, norm)
 
         def logits(x: torch.Tensor) -> torch.Tensor:
-            return one_row(x, head.matrix) if x.shape[0] == 1 else F.linear(x, head.matrix)
+            if x.shape[0] == 1:
+                return one_row(x, head.matrix)
+            return few_rows(x, head.matrix) if x.shape[0] <= FEW_ROWS else F.linear(x, head.matrix)
 
         vars(norm)["forward"] = final_norm
         vars(head)["forward"] = logits
