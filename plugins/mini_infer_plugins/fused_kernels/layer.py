@@ -6,8 +6,8 @@ inside it::
     [norm, QKV] -> [RoPE, KV write] -> [attention, merge] -> [O, residual]
                 -> [norm, gate and up, SiLU] -> [down, residual]
 
-Up to ``FEW_ROWS``: the same with our own matrix products and add and norm in one kernel of their own. More rows: cuBLAS
-for the products, one kernel for add and norm, one for the gate.
+More rows: cuBLAS for the products, one kernel for add and norm, one for the gate; with ``few_rows`` our own products
+for up to ``FEW_ROWS``, the gate inside one and sums left to the kernel that adds and norms.
 
 Contract: the layer's numbers up to rounding. Layers whose parts are not the plain ones (quantised, sharded, with
 ``qk_norm`` or an MLP bias) are left alone; the start log says how many were replaced.
@@ -73,8 +73,6 @@ def _tiling(n: int, k: int, gate: bool) -> tuple[int, int]:
 FEW_ROWS = 64
 """Most rows of ``few_rows``; from there on a product is bound by arithmetic, and cuBLAS is faster."""
 
-TUNE: dict = {}
-
 
 def few_rows(
     x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gate: bool = False, sums: bool = False
@@ -86,7 +84,7 @@ def few_rows(
     m, k = x.shape
     n = weight.shape[0] // (2 if gate else 1)
     block_m = max(16, triton.next_power_of_2(m))
-    block_n, block_k, splits, warps, stages = _few_rows_tiling(n, k, block_m, gate, sums, x.element_size())
+    block_n, block_k, splits, warps, stages = _few_rows_tiling(n, gate, sums, x.element_size())
     shape, dtype = ((splits, m, n), torch.float32) if splits > 1 else ((m, n), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     pdl = _launches_early(x)
@@ -99,12 +97,8 @@ def few_rows(
     return out
 
 
-def _few_rows_tiling(
-    n: int, k: int, block_m: int, gate: bool, sums: bool, element_size: int
-) -> tuple[int, int, int, int, int]:
+def _few_rows_tiling(n: int, gate: bool, sums: bool, element_size: int) -> tuple[int, int, int, int, int]:
     """Outputs and columns of a program's step, programs an output, warps, steps on their way."""
-    if (n, k, block_m) in TUNE:
-        return TUNE[n, k, block_m]
     if element_size == 4:
         return 32, 32, 1, 4, 2
     tiles = triton.cdiv(n, 64)
@@ -121,7 +115,7 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> t
     splits = x.shape[0] if x.dim() == 3 else 1
     out = torch.empty(rows, k, dtype=norm.weight.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
-    pdl = _launches_early(x)
+    pdl = splits > 1 and _launches_early(x)  # cuBLAS's kernels on either side would not make use of it
     add_norm_kernel[(rows,)](
         x, x if residual is None else residual, norm.weight, total, out, norm.eps, rows * k,
         K=k, PADDED_K=triton.next_power_of_2(k), ADD=residual is not None, SPLITS=splits, PDL=pdl,
@@ -151,8 +145,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class FusedLayer:
     """``DecoderLayer.forward``."""
 
-    def __init__(self, layer: DecoderLayer) -> None:
+    def __init__(self, layer: DecoderLayer, most_few_rows: int = 0) -> None:
         self._layer = layer
+        self._most_few_rows = most_few_rows
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: "ForwardBatch"
@@ -168,12 +163,12 @@ class FusedLayer:
             inner = one_row(stream, mlp.gate_up_proj.weight, norm=layer.post_attention_layernorm, gate=True)
             return one_row(inner, mlp.down_proj.weight, residual=stream), None
         x, residual = add_norm(x, residual, layer.input_layernorm)
-        few = x.shape[0] <= FEW_ROWS
+        few = x.shape[0] <= self._most_few_rows
         qkv = few_rows(x, qkv_proj.weight, bias=qkv_proj.bias) if few else F.linear(x, qkv_proj.weight, qkv_proj.bias)
         x = attention.attn(*qkv_proj.split(qkv), batch).flatten(1)
         if layer.is_last and batch.shape.last_only:
             x, residual = batch.last_tokens(x, residual)
-        if x.shape[0] > FEW_ROWS:
+        if x.shape[0] > self._most_few_rows:
             x, residual = add_norm(F.linear(x, o_proj.weight), residual, layer.post_attention_layernorm)
             return F.linear(silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight), residual
         x, residual = add_norm(few_rows(x, o_proj.weight, sums=True), residual, layer.post_attention_layernorm)
@@ -181,12 +176,18 @@ class FusedLayer:
 
 
 class FusedKernels(ModelTransform):
-    """Replaces the ``forward`` of plain decoder layers, of the final norm and of the logits' product."""
+    """Replaces the ``forward`` of plain decoder layers, of the final norm and of the logits' product.
+
+    Args:
+        log: gets a line that says what was replaced.
+        few_rows: products of 2 to ``FEW_ROWS`` rows by our own kernel.
+    """
 
     name: ClassVar[str] = "fused-kernels"
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    def __init__(self, log: Callable[[str], None], *, few_rows: bool = False) -> None:
         self._log = log
+        self._most_few_rows = FEW_ROWS if few_rows else 0
 
     def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
         if not config.device.startswith("cuda"):
@@ -202,8 +203,8 @@ class FusedKernels(ModelTransform):
             return module
         self._log(f"fused-kernels: {len(layers)} decoder layers replaced")
         for layer in plain:
-            vars(layer)["forward"] = FusedLayer(layer)
-        norm, head = module.model.norm, module.lm_head
+            vars(layer)["forward"] = FusedLayer(layer, self._most_few_rows)
+        norm, head, most_few_rows = module.model.norm, module.lm_head, self._most_few_rows
 
         def final_norm(x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             return add_norm(x, residual, norm)
@@ -211,7 +212,7 @@ class FusedKernels(ModelTransform):
         def logits(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] == 1:
                 return one_row(x, head.matrix)
-            return few_rows(x, head.matrix) if x.shape[0] <= FEW_ROWS else F.linear(x, head.matrix)
+            return few_rows(x, head.matrix) if x.shape[0] <= most_few_rows else F.linear(x, head.matrix)
 
         vars(norm)["forward"] = final_norm
         vars(head)["forward"] = logits

@@ -17,7 +17,8 @@ from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.sampling.greedy import greedy
 from mini_infer.testing.batches import block_tables, pack_batch
 from mini_infer_plugins.device_sampler.sampler import DeviceSampler
-from mini_infer_plugins.fused_kernels.layer import add_norm, one_row, silu_and_mul
+from mini_infer_plugins.fused_kernels import layer
+from mini_infer_plugins.fused_kernels.layer import add_norm, few_rows, one_row, silu_and_mul
 from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
 
 
@@ -51,6 +52,33 @@ def test_one_row_with_a_gate(k: int) -> None:
     x, weight, norm = torch.randn(1, k), torch.randn(2 * 9, k), norm_of(k)
     gate, up = F.linear(norm(x), weight).chunk(2, dim=1)
     close(one_row(x, weight, norm=norm, gate=True), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize(("k", "n"), [(160, 96), (300, 48), (33, 5)])
+def test_few_rows(rows: int, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 2 * k)[:, :k], torch.randn(2 * n, k), torch.randn(2 * n)
+    product = F.linear(x, weight)
+    close(few_rows(x, weight, bias=bias), product + bias)
+    close(few_rows(x, weight, gate=True), F.silu(product[:, :n]) * product[:, n:])
+
+
+def test_add_and_norm_of_sums() -> None:
+    torch.manual_seed(0)
+    sums, residual, norm = torch.randn(4, 3, 96), torch.randn(3, 96), norm_of(96)
+    out, total = add_norm(sums, residual, norm)
+    close(total, sums.sum(0) + residual)
+    close(out, norm(total))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_few_rows_with_programs_that_share_an_output(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "_few_rows_tiling", lambda *shape: (32, 32, splits, 4, 2))
+    x, weight = torch.randn(5, 200), torch.randn(40, 200)
+    sums = few_rows(x, weight, sums=True)
+    assert sums.shape == (splits, 5, 40)
+    close(sums.sum(0), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("size", [64, 100])
@@ -113,15 +141,15 @@ def test_attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: 
     answers = []
     for backend_type in (TritonAttention, ReferenceAttention):
         backend = backend_type(spec, "cpu", 16)
-        layer = Attention(
+        attention = Attention(
             heads,
             spec,
             dim**-0.5,
             RotaryEmbedding(10_000.0 ** -(torch.arange(0, dim, 2) / dim), 128, dtype=torch.float32),
         )
         cache = history.clone() if backend_type is TritonAttention else history.transpose(2, 3).contiguous()
-        layer.bind(backend, cache)
+        attention.bind(backend, cache)
         backend.buffers(BatchLimits(len(rows), tokens, batch.block_table.shape[1], 16))
         backend.prepare(batch)
-        answers.append(layer(query.clone(), key.clone(), value.clone(), batch))
+        answers.append(attention(query.clone(), key.clone(), value.clone(), batch))
     close(*answers)
