@@ -4,6 +4,7 @@ Contract: the layers stay the objects that the model made, with their weights, `
 ``forward`` is another. Layers whose class has a ``forward`` of its own (quantised, summed over ranks) are left alone.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
     from mini_infer.interfaces import ModelConfig
 
 
+logger = logging.getLogger("mini_infer")
+
+
 class FewRows(ModelTransform):
     """See the module.
 
     Args:
-        log: gets a line that says what was replaced, and at the first step one that says which weights are blocks.
+        log: gets a line that says what was replaced.
         blocks: read weights that are exactly blocks of 4 or 8 bits as such.
     """
 
@@ -44,7 +48,7 @@ class FewRows(ModelTransform):
             )
         native_build().start(self._log)
         num_matrices = sum(isinstance(layer, Linear | LMHead) for layer in module.modules())
-        blocks = BlockCount(num_matrices, self._log) if self._looks_for_blocks else None
+        blocks = BlockCount(num_matrices, logger.info) if self._looks_for_blocks else None  # the start log is over then
         forwards = {
             layer: forward for layer in module.modules() if (forward := _forward_for(layer, blocks)) is not None
         }
