@@ -7,6 +7,7 @@ world gives the same wishes twice. Then real engines, hardly large enough, must 
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,14 +170,20 @@ def check_wishes(wishes: Sequence[Wish], view: SchedulerView) -> None:
 
 @contextmanager
 def no_other_clock() -> Iterator[None]:
-    """Whoever asks the operating system for the time meanwhile fails."""
+    """Whoever asks the operating system for the time meanwhile, in this thread, fails."""
+    tested = threading.get_ident()
 
-    def refuse() -> float:
-        raise AssertionError("a policy read a clock: the only one that it may read is the view's now")
+    def refusing(clock: Callable[[], float]) -> Callable[[], float]:
+        def read() -> float:
+            if threading.get_ident() == tested:
+                raise AssertionError("a policy read a clock: the only one that it may read is the view's now")
+            return clock()
+
+        return read
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns"):
-            patch.setattr(time, name, refuse)
+            patch.setattr(time, name, refusing(getattr(time, name)))
         yield
 
 
