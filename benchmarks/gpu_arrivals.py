@@ -43,13 +43,13 @@ def make_request(name: str, model: str, num_tokens: int, max_tokens: int, rng: r
 def long_prompt(engine: Any, model: str, length: int, rng: random.Random) -> tuple[float, float]:
     """Milliseconds: longest gap between two tokens of a decoder from the prompt's arrival on, and its first token's."""
     for i in range(7):
-        engine.addmake_request(make_request(f"decoder {i}", model, 128, 220, rng))
+        engine.add_request(make_request(f"decoder {i}", model, 128, 220, rng))
     late = make_request("late", model, length, 2, rng)
     for _ in range(40):
         engine.step()
     arrived = time.perf_counter()
     last = dict.fromkeys((f"decoder {i}" for i in range(7)), arrived)
-    engine.addmake_request(late)
+    engine.add_request(late)
     gaps: list[float] = []
     first_token = None
     while engine.has_work():
@@ -71,11 +71,11 @@ def clients(engine: Any, model: str, count: int, rng: random.Random) -> float:
     num_tokens = 0
     started = time.perf_counter()
     for request in requests[:count]:
-        engine.addmake_request(request)
+        engine.add_request(request)
     waiting = iter(requests[count:])
     while engine.has_work():
         for delta in engine.step():
             num_tokens += len(delta.token_ids)
             if delta.finish_reason is not None and (request := next(waiting, None)) is not None:
-                engine.addmake_request(request)
+                engine.add_request(request)
     return num_tokens / (time.perf_counter() - started)

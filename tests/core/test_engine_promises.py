@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mini_infer.errors import PluginError
+from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import (
     BlockKey,
     BlockRef,
@@ -36,6 +37,8 @@ from mini_infer.interfaces import (
 )
 from mini_infer.messages import EngineRequest, TokenDelta
 from mini_infer.plugins import hookimpl
+from mini_infer.reference.step_runner import PlainStepRunner
+from mini_infer.sampling.sampler import ReferenceSampler
 from mini_infer.testing import assert_idle, make_engine, run_engine
 
 BAD = 7
@@ -348,3 +351,22 @@ def test_a_step_runner_is_told_the_backends_before_the_first_step() -> None:
     runner = Runner()
     make_engine("toy", plugins=[Plugin("step_runner", runner)])
     assert runner.kinds == ["full", "latent"]
+
+
+def test_only_steps_that_give_logits_are_rehearsed_up_to_the_sampler() -> None:
+    """A prompt's rehearsal gives hidden states, which no sampler can draw from."""
+
+    class Rehearsing(PlainStepRunner):
+        def rehearsals(self) -> list[StepShape]:
+            return [StepShape(1, 8, 0, 0, 8), StepShape.of([1, 1], 1)]
+
+    class Watched(ReferenceSampler):
+        def greedy(self, logits: torch.Tensor, invalid_token_ids: torch.Tensor | None) -> Any:
+            shapes.append(tuple(logits.shape))
+            return super().greedy(logits, invalid_token_ids)
+
+    shapes: list[tuple[int, ...]] = []
+    plugins = [Plugin("step_runner", Rehearsing()), Plugin("sampler", Watched())]
+    built = make_engine("toy", plugins=plugins, block_size=4)
+    assert shapes == [(2, built.facts.vocab_size)]
+    assert any(line.startswith("rehearsed 2 steps of up to 2 rows") for line in built.log)

@@ -76,7 +76,8 @@ class Worker:
             for backend in self._parts.backends:
                 backend.prepare(batch)
             out = self._parts.step_runner.run(self._run_model, batch)
-            self._parts.sampler.greedy(out, self._parts.sampling_state.invalid_token_ids)
+            if batch.shape.gives == "logits":
+                self._parts.sampler.greedy(out, self._parts.sampling_state.invalid_token_ids)
             yield shape
 
     @torch.inference_mode()
