@@ -11,7 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What exists on entry is not walked by collections inside; afterwards it is again."""
+    """What exists on entry is not walked by collections inside; afterwards it is again.
+
+    For loops that run long: each use puts off the next full collection. It is the whole process's, not to be nested.
+    """
+    gc.collect()
     gc.freeze()
     try:
         yield

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_infer import garbage
 from mini_infer.errors import EngineError, MiniInferError, RequestError
 from mini_infer.frontend import NO_OPTIONS, Frontend, RequestBook, RequestOptions
 from mini_infer.progress import generation_progress
@@ -179,7 +178,7 @@ class LLM:
         inbox = _Inbox()
         try:
             self._submit(requests, inbox)
-            with generation_progress(len(requests)) as progress, garbage.frozen():
+            with generation_progress(len(requests)) as progress:
                 while not all(request.finished for request in requests):
                     self._step(inbox)
                     inbox.deltas.clear()

@@ -188,7 +188,7 @@ class Planner:
         return requests
 
     def _grant(self, step: _Step, request: Request, wish: Wish) -> None:
-        if step.preempted and any(request is other for other in step.preempted):
+        if any(request is other for other in step.preempted):
             return  # it yielded to somebody more important in this very step
         enters = request.status is Status.WAITING
         if enters:

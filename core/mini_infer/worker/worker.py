@@ -148,8 +148,11 @@ class Worker:
         return Drawn.launch(output.layout, prompt_logprobs, num_drafts, emitted, num_accepted, ok, logprobs)
 
     def _is_greedy(self, rows: "SamplingRows", late: LateInputs) -> bool:
-        changed = late.masks or any(self._processed.get(slot) for slot in rows.slots_host)
-        return not changed and not self._wants_logprobs(rows) and self._parts.sampling_state.greedy(rows.slots_host)
+        changed = self._changes_logits(rows, late) or self._wants_logprobs(rows)
+        return not changed and self._parts.sampling_state.greedy(rows.slots_host)
+
+    def _changes_logits(self, rows: "SamplingRows", late: LateInputs) -> bool:
+        return bool(late.masks) or any(self._processed.get(slot) for slot in rows.slots_host)
 
     def _wants_logprobs(self, rows: "SamplingRows") -> bool:
         return any(self._state.rows[slot].params_logprobs is not None for slot in rows.slots_host)
@@ -160,7 +163,7 @@ class Worker:
         """Tokens, whether each row was fit to be drawn from, log-probabilities if anybody wants them."""
         ok = all_finite(logits)
         raw = self._keep_raw(logits, rows)
-        if late.masks or any(self._processed.get(slot) for slot in rows.slots_host):
+        if self._changes_logits(rows, late):
             logits = self._process(logits, rows, late)
             ok = ok & torch.isfinite(logits.amax(dim=-1))  # something must be left to draw
         tokens = self._parts.sampler.sample(logits, rows, self._parts.sampling_state)

@@ -18,7 +18,7 @@ provides = ("chunked-prefill",)
 class Settings(BaseModel):
     """``[plugin.chunked-prefill]``: tokens that a step may run, prompts and decodes together, while requests decode."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens_beside_decodes: PositiveInt = 512
 

@@ -22,7 +22,7 @@ class Settings(BaseModel):
         num_tokens: of steps with prompts.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     batch_sizes: list[PositiveInt] = [1, 2, 4, 8, *range(16, 257, 8)]
     num_tokens: list[PositiveInt] = [16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]

@@ -45,7 +45,8 @@ class DeviceSampler(ReferenceSampler):
 
     def _mask(self, invalid_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """[vocab_size] uint8, made once."""
-        if self._invalid is None or self._invalid[0] is not invalid_token_ids:
+        known = self._invalid
+        if known is None or known[0] is not invalid_token_ids or len(known[1]) != vocab_size:
             mask = torch.zeros(vocab_size, dtype=torch.uint8, device=invalid_token_ids.device)
-            self._invalid = invalid_token_ids, mask.index_fill_(0, invalid_token_ids, 1)
-        return self._invalid[1]
+            known = self._invalid = invalid_token_ids, mask.index_fill_(0, invalid_token_ids, 1)
+        return known[1]

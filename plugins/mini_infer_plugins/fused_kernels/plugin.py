@@ -20,7 +20,7 @@ provides = ("operator-fusion",)
 class Settings(BaseModel):
     """``[plugin.fused-kernels]``: whether products of 2 to 64 rows run in our own kernel instead of cuBLAS."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     few_rows: bool = False
 
