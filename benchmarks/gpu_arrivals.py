@@ -4,28 +4,15 @@ import random
 import time
 from typing import Any
 
-from benchmarks.engines.gpu_offline import MAX_BATCHED_TOKENS, MAX_MODEL_LEN, MAX_SEQS
-from benchmarks.gpu_models import SHAPES, model_folder
+from benchmarks.engines.gpu_offline import build
+from benchmarks.gpu_models import SHAPES
 
 
 def start(model: str, cap: int) -> Any:
     """An engine with its default plugins."""
     import gc
 
-    from mini_infer.build import build_engine
-    from mini_infer.settings import load_settings
-
-    engine = {
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
-        "max_num_seqs": MAX_SEQS,
-        "skip_tokenizer": True,
-        "load_format": "random",
-        "device": "cuda",
-    }
-    plugin = {"chunked-prefill": {"max_tokens_beside_decodes": cap}}
-    arguments = {"model": model_folder(model), "engine": engine, "plugin": plugin}
-    built = build_engine(load_settings(arguments=arguments, environ={}))
+    built = build(model, {"chunked-prefill": {"max_tokens_beside_decodes": cap}})
     gc.freeze()
     return built.engine
 

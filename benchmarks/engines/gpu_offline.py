@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.gpu_models import SHAPES, model_folder
 
@@ -26,15 +27,12 @@ def _prompts(model: str, lens: Sequence[int], rng: random.Random) -> list[list[i
     return [[rng.randrange(1, SHAPES[model]["vocab_size"] - 1000) for _ in range(n)] for n in lens]
 
 
-def _ours(model: str) -> Callable[[Sequence[int], Sequence[int]], float]:
-    """Requests go straight to the engine, as they do from the server's process to the engine's."""
+def build(model: str, plugin: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """Our engine with its default plugins, as ``build_engine`` gives it; ``plugin`` are settings of plugins."""
     from mini_infer.build import build_engine
-    from mini_infer.garbage import frozen
-    from mini_infer.messages import EngineRequest
-    from mini_infer.sampling_params import SamplingParams
     from mini_infer.settings import load_settings
 
-    limits = {
+    engine = {
         "max_model_len": MAX_MODEL_LEN,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
         "max_num_seqs": MAX_SEQS,
@@ -42,7 +40,17 @@ def _ours(model: str) -> Callable[[Sequence[int], Sequence[int]], float]:
         "load_format": "random",
         "device": "cuda",
     }
-    built = build_engine(load_settings(arguments={"model": model_folder(model), "engine": limits}, environ={}))
+    arguments = {"model": model_folder(model), "engine": engine, "plugin": plugin or {}}
+    return build_engine(load_settings(arguments=arguments, environ={}))
+
+
+def _ours(model: str) -> Callable[[Sequence[int], Sequence[int]], float]:
+    """Requests go straight to the engine, as they do from the server's process to the engine's."""
+    from mini_infer.garbage import frozen
+    from mini_infer.messages import EngineRequest
+    from mini_infer.sampling_params import SamplingParams
+
+    built = build(model)
     print(*built.log, sep="\n")
     rng = random.Random(0)
 

@@ -13,15 +13,6 @@ from mini_infer_plugins.cpu_kernels.native import native_build
 gguf = pytest.importorskip("gguf")
 
 
-@pytest.fixture(autouse=True)
-def built() -> None:
-    build = native_build()
-    build.start()
-    build.wait()
-    if build.failed:
-        pytest.skip(build.status)
-
-
 def quantised(outs: int, k: int, kind: str, scale: float = 0.05) -> torch.Tensor:
     """[outs, k] float32, what a GGUF file of this kind gives."""
     kind_id = gguf.GGMLQuantizationType[kind]

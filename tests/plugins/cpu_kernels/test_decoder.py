@@ -9,7 +9,6 @@ from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.testing.batches import bind_caches, block_tables, pack_batch, run
 from mini_infer_plugins.cpu_kernels.decoder_layer import DecoderLayerForward
 from mini_infer_plugins.cpu_kernels.few_rows import FewRows
-from mini_infer_plugins.cpu_kernels.native import native_build
 
 SHAPES = {
     "llama": {},
@@ -17,15 +16,6 @@ SHAPES = {
     "query and key norms": {"qk_norm": True},
     "odd sizes": {"hidden_size": 37, "intermediate_size": 21, "vocab_size": 53},
 }
-
-
-@pytest.fixture(autouse=True)
-def built() -> None:
-    build = native_build()
-    build.start()
-    build.wait()
-    if build.failed:
-        pytest.skip(build.status)
 
 
 def decoder(shape: str = "llama", dtype: torch.dtype = torch.float32) -> DecoderForCausalLM:

@@ -18,15 +18,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def built() -> None:
-    build = native_build()
-    build.start()
-    build.wait()
-    if build.failed:
-        pytest.skip(build.status)
-
-
 def config(dtype: torch.dtype, device: str = "cpu") -> ModelConfig:
     return ModelConfig(hf={}, dtype=dtype, device=device, max_position_embeddings=64, vocab_size=64)
 
