@@ -59,10 +59,11 @@ class StepInputs:
         if layout is not None and batch is not None and layout.serves(plan):
             torch.index_select(self._state.last_token, 0, layout.slots, out=batch.input_ids)
             batch = replace(batch, seq_lens_host=self._seq_lens_host(layout))
+            self._fill(layout, new_blocks=any(grant.new_block_ids for grant in plan.grants))
         else:
             layout = self._new_layout(plan, runner, leaves_out)
             batch = self._view(layout)
-        self._fill(layout)
+            self._fill(layout)
         self._layout, self._batch = layout, batch
         return batch, layout
 
@@ -151,21 +152,26 @@ class StepInputs:
         computed += [0] * (len(layout.query_lens_host) - len(computed))
         return [c + n for c, n in zip(computed, layout.query_lens_host, strict=True)]
 
-    def _fill(self, layout: Layout) -> None:
-        """Positions, lengths, block tables and slots from the device's state of each row."""
+    def _fill(self, layout: Layout, *, new_blocks: bool = True) -> None:
+        """Positions, lengths, slots, and block tables if they have changed, from the device's state of each row."""
         num_rows, num_tokens = layout.shape.num_rows, layout.shape.num_tokens
-        computed = self._state.num_computed.index_select(0, layout.slots)
-        positions = self._positions[:num_tokens]
-        if layout.decodes:
-            positions.copy_(computed)
-        else:
-            torch.add(computed.index_select(0, layout.row_of_token), layout.offsets, out=positions)
-        self._seq_lens[:num_rows].copy_(computed + layout.query_lens)
+        positions, seq_lens = self._positions[:num_tokens], self._seq_lens[:num_rows]
         table = self._block_table[:num_rows]
-        torch.index_select(self._state.block_table, 0, layout.slots, out=table)
-        block = torch.div(positions, self._block_size, rounding_mode="floor")
-        block_id = table.view(-1).index_select(0, layout.row_of_token * table.shape[1] + block).to(torch.int64)
-        self._slot_mapping[:num_tokens].copy_(block_id * self._block_size + positions % self._block_size)
+        if new_blocks:
+            torch.index_select(self._state.block_table, 0, layout.slots, out=table)
+        if layout.decodes:
+            torch.index_select(self._state.num_computed, 0, layout.slots, out=positions)
+            torch.add(positions, 1, out=seq_lens)
+            block = torch.div(positions, self._block_size, rounding_mode="floor")
+            block_id = table.gather(1, block[:, None]).squeeze(1)
+        else:
+            computed = self._state.num_computed.index_select(0, layout.slots)
+            torch.add(computed.index_select(0, layout.row_of_token), layout.offsets, out=positions)
+            torch.add(computed, layout.query_lens, out=seq_lens)
+            block = torch.div(positions, self._block_size, rounding_mode="floor")
+            block_id = table.view(-1).index_select(0, layout.row_of_token * table.shape[1] + block)
+        # (position within its block) + (block id) * size, as position - block * size + block id * size
+        torch.add(positions, block_id - block, alpha=self._block_size, out=self._slot_mapping[:num_tokens])
 
     def sampling_rows(
         self, layout: Layout, late: LateInputs, positions: torch.Tensor

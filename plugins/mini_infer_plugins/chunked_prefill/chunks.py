@@ -12,8 +12,8 @@ class ChunksBesideDecodes(ChunkPolicy):
     """See the module.
 
     Args:
-        max_tokens: that a step runs, decodes and prompts together, while most requests decode; a quarter of it is kept
-            for prompts.
+        max_tokens: that a step runs, decodes and prompts together, while most requests decode; four times as many as
+            decode, where that is more.
     """
 
     _DECODES_A_PROMPT = 4
@@ -35,6 +35,4 @@ class ChunksBesideDecodes(ChunkPolicy):
         prompts = len(view.running) - decoding + len(view.waiting)
         if decoding < self._DECODES_A_PROMPT * prompts:
             return view.token_budget
-        return max(
-            self._max_tokens, decoding + self._max_tokens // 4
-        )  # so that prompts run beside any number of decodes
+        return max(self._max_tokens, self._DECODES_A_PROMPT * decoding)

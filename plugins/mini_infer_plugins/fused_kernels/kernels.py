@@ -1,6 +1,6 @@
 """Triton kernels of a decoder layer outside attention.
 
-``few_rows_kernel`` multiplies 2 to 64 rows, with each weight read once; where a product has few outputs, several
+``few_rows_kernel`` multiplies 2 to 128 rows, with each weight read once; where a product has few outputs, several
 programs share an output and leave partial sums, which ``add_norm_kernel`` adds up on its way::
 
     W [N, K]     a program takes BLOCK_N rows (with GATE as many of up as of gate) and a K / SPLITS of the columns
@@ -79,7 +79,7 @@ def one_row_kernel(
     tl.store(out + n, y.to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # else a first step of so many rows would wait for a compiler
 def few_rows_kernel(
     x,
     weight,
@@ -87,8 +87,7 @@ def few_rows_kernel(
     out,
     M,
     N,
-    x_stride,
-    K: tl.constexpr,
+    K,
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -98,29 +97,27 @@ def few_rows_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program BLOCK_N outputs of all rows, and a share of the columns; ``out`` is [SPLITS, M, N]."""
+    """One program BLOCK_N outputs of all rows, and a share of the columns; ``out`` is [SPLITS, M, N].
+
+    ``x`` and ``weight`` are descriptors of tiles [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]; past their ends is zero.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    in_n, in_m = n < N, m < M
-    share: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    k = split * share + tl.arange(0, BLOCK_K)
-    x_at = x + m[None, :] * x_stride + k[:, None]
-    w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
-    for start in range(0, share, BLOCK_K):
-        in_k = k + start < K
-        w = tl.load(w_at + start, mask=in_n[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
-        xs = tl.load(x_at + start, mask=in_m[None, :] & in_k[:, None], other=0.0)
+        gdc_wait()
+    for k in range(split * share, tl.minimum(split * share + share, K), BLOCK_K):
+        w = weight.load([tile * BLOCK_N, k])
+        xs = x.load([0, k]).T
         acc = tl.dot(w, xs, acc, input_precision=PRECISION)
         if GATE:
-            u_at = w_at + N.to(tl.int64) * K + start
-            u = tl.load(u_at, mask=in_n[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
+            u = weight.load([tile * BLOCK_N + N, k])
             up = tl.dot(u, xs, up, input_precision=PRECISION)
+    in_n, in_m = n < N, m < M
     if BIAS:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATE:

@@ -6,8 +6,8 @@ inside it::
     [norm, QKV] -> [RoPE, KV write] -> [attention, merge] -> [O, residual]
                 -> [norm, gate and up, SiLU] -> [down, residual]
 
-More rows: cuBLAS for the products, one kernel for add and norm, one for the gate; with ``few_rows`` our own products
-for up to ``FEW_ROWS``, the gate inside one and sums left to the kernel that adds and norms.
+More rows: one kernel for add and norm; up to ``FEW_ROWS`` products of our own, the gate inside one; up to
+``SUMMED_ROWS`` those before add and norm leave sums to it. All others are cuBLAS's, with a kernel for the gate.
 
 Contract: the layer's numbers up to rounding. Layers whose parts are not the plain ones (quantised, sharded, with
 ``qk_norm`` or an MLP bias) are left alone; the start log says how many were replaced.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.nn.functional as F
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelTransform
@@ -71,42 +72,45 @@ def _tiling(n: int, k: int, gate: bool) -> tuple[int, int]:
 
 
 FEW_ROWS = 64
-"""Most rows of ``few_rows``; from there on a product is bound by arithmetic, and cuBLAS is faster."""
+"""Most rows of a product by ``few_rows``; beyond, cuBLAS's tiles that are no power of two divide the card better."""
+
+SUMMED_ROWS = 128
+"""The same where ``add_norm`` follows, which sums what several programs left: cuBLAS would launch a kernel for it."""
 
 
 def few_rows(
     x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gate: bool = False, sums: bool = False
 ) -> torch.Tensor:
-    """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most ``FEW_ROWS``.
+    """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most ``SUMMED_ROWS``.
 
     With ``sums`` the answer may be float32 [S, M, N], still to be summed over S, as ``add_norm`` does.
     """
     m, k = x.shape
     n = weight.shape[0] // (2 if gate else 1)
     block_m = max(16, triton.next_power_of_2(m))
-    block_n, block_k, splits, warps, stages = _few_rows_tiling(n, gate, sums, x.element_size())
+    block_n, block_k, splits, stages = _few_rows_tiling(n, k, sums, x.element_size())
     shape, dtype = ((splits, m, n), torch.float32) if splits > 1 else ((m, n), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     pdl = _launches_early(x)
     few_rows_kernel[(triton.cdiv(n, block_n), splits)](
-        x, weight, x if bias is None else bias, out, m, n, x.stride(0),
-        K=k, BIAS=bias is not None, GATE=gate, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        TensorDescriptor.from_tensor(x, [block_m, block_k]), TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+        out if bias is None else bias, out, m, n, k,
+        BIAS=bias is not None, GATE=gate, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        num_warps=4, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def _few_rows_tiling(n: int, gate: bool, sums: bool, element_size: int) -> tuple[int, int, int, int, int]:
-    """Outputs and columns of a program's step, programs an output, warps, steps on their way."""
+def _few_rows_tiling(n: int, k: int, sums: bool, element_size: int) -> tuple[int, int, int, int]:
+    """Outputs and columns of a program's step, programs an output, steps on their way; by measurement (README)."""
     if element_size == 4:
-        return 32, 32, 1, 4, 2
-    tiles = triton.cdiv(n, 64)
-    if tiles >= 132:
-        return 64, 128, 1, 4, 3 if gate else 4
-    if sums:
-        return 64, 128, max(1, 264 // tiles), 4, 4
-    return 32, 128, 1, 4, 4
+        block_n, block_k, stages = 32, 32, 2
+    else:
+        block_n, block_k, stages = 64, 128, 4
+    tiles = triton.cdiv(n, block_n)
+    splits = min(triton.cdiv(112, tiles), max(1, k // (4 * block_k))) if sums else 1
+    return block_n, block_k, splits, stages
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,9 +149,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class FusedLayer:
     """``DecoderLayer.forward``."""
 
-    def __init__(self, layer: DecoderLayer, most_few_rows: int = 0) -> None:
+    def __init__(self, layer: DecoderLayer) -> None:
         self._layer = layer
-        self._most_few_rows = most_few_rows
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: "ForwardBatch"
@@ -163,16 +166,26 @@ class FusedLayer:
             inner = one_row(stream, mlp.gate_up_proj.weight, norm=layer.post_attention_layernorm, gate=True)
             return one_row(inner, mlp.down_proj.weight, residual=stream), None
         x, residual = add_norm(x, residual, layer.input_layernorm)
-        few = x.shape[0] <= self._most_few_rows
-        qkv = few_rows(x, qkv_proj.weight, bias=qkv_proj.bias) if few else F.linear(x, qkv_proj.weight, qkv_proj.bias)
+        qkv = F.linear(x, qkv_proj.weight, qkv_proj.bias)
         x = attention.attn(*qkv_proj.split(qkv), batch).flatten(1)
         if layer.is_last and batch.shape.last_only:
             x, residual = batch.last_tokens(x, residual)
-        if x.shape[0] > self._most_few_rows:
-            x, residual = add_norm(F.linear(x, o_proj.weight), residual, layer.post_attention_layernorm)
-            return F.linear(silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight), residual
-        x, residual = add_norm(few_rows(x, o_proj.weight, sums=True), residual, layer.post_attention_layernorm)
-        return few_rows(few_rows(x, mlp.gate_up_proj.weight, gate=True), mlp.down_proj.weight, sums=True), residual
+        x, residual = add_norm(_summed(x, o_proj.weight), residual, layer.post_attention_layernorm)
+        return _summed(_gated(x, mlp.gate_up_proj.weight), mlp.down_proj.weight), residual
+
+
+def _summed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product for ``add_norm``."""
+    return few_rows(x, weight, sums=True) if _serves(x, SUMMED_ROWS) else F.linear(x, weight)
+
+
+def _gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return few_rows(x, weight, gate=True) if _serves(x, FEW_ROWS) else silu_and_mul(F.linear(x, weight))
+
+
+def _serves(x: torch.Tensor, most_rows: int) -> bool:
+    """Whether ``few_rows`` takes the rows; the card's descriptors want rows of a multiple of 16 bytes."""
+    return _launches_early(x) and x.shape[0] <= most_rows and x.shape[1] * x.element_size() % 16 == 0
 
 
 class FusedKernels(ModelTransform):
@@ -180,14 +193,12 @@ class FusedKernels(ModelTransform):
 
     Args:
         log: gets a line that says what was replaced.
-        few_rows: products of 2 to ``FEW_ROWS`` rows by our own kernel.
     """
 
     name: ClassVar[str] = "fused-kernels"
 
-    def __init__(self, log: Callable[[str], None], *, few_rows: bool = False) -> None:
+    def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
-        self._most_few_rows = FEW_ROWS if few_rows else 0
 
     def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
         if not config.device.startswith("cuda"):
@@ -203,8 +214,8 @@ class FusedKernels(ModelTransform):
             return module
         self._log(f"fused-kernels: {len(layers)} decoder layers replaced")
         for layer in plain:
-            vars(layer)["forward"] = FusedLayer(layer, self._most_few_rows)
-        norm, head, most_few_rows = module.model.norm, module.lm_head, self._most_few_rows
+            vars(layer)["forward"] = FusedLayer(layer)
+        norm, head = module.model.norm, module.lm_head
 
         def final_norm(x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             return add_norm(x, residual, norm)
@@ -212,7 +223,7 @@ class FusedKernels(ModelTransform):
         def logits(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] == 1:
                 return one_row(x, head.matrix)
-            return few_rows(x, head.matrix) if x.shape[0] <= most_few_rows else F.linear(x, head.matrix)
+            return few_rows(x, head.matrix) if _serves(x, FEW_ROWS) else F.linear(x, head.matrix)
 
         vars(norm)["forward"] = final_norm
         vars(head)["forward"] = logits

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from mini_infer.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -17,16 +15,8 @@ api_version = 0
 provides = ("operator-fusion",)
 
 
-class Settings(BaseModel):
-    """``[plugin.fused-kernels]``: whether products of 2 to 64 rows run in our own kernel instead of cuBLAS."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    few_rows: bool = False
-
-
 @hookimpl
 def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
     from mini_infer_plugins.fused_kernels.layer import FusedKernels
 
-    return [FusedKernels(context.log, few_rows=context.settings_of(name, Settings).few_rows)]
+    return [FusedKernels(context.log)]

@@ -28,6 +28,36 @@ def rotated(pointer, table, position, dims, HEAD_DIM: tl.constexpr, ROPE: tl.con
 
 
 @triton.jit
+def written(
+    key,
+    value,
+    kv_cache,
+    num_blocks,
+    slot,
+    head,
+    table,
+    position,
+    dims,
+    mask,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Write a token's key, rotated, and value into the cache and return both as the cache has them.
+
+    Of one head, or of a tile of heads [heads, 1] with ``dims`` [1, dims]; ``key`` and ``value`` point to the token.
+    """
+    k = rotated(key + head * HEAD_DIM, table, position, dims, HEAD_DIM, ROPE, mask).to(kv_cache.dtype.element_ty)
+    v = tl.load(value + head * HEAD_DIM + dims, mask=mask, other=0.0).to(kv_cache.dtype.element_ty)
+    place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    at = kv_cache + place.to(tl.int64) * HEAD_DIM + dims
+    tl.store(at, k, mask=mask)
+    tl.store(at + num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v, mask=mask)
+    return k, v
+
+
+@triton.jit
 def write_kv_kernel(
     key,
     value,
@@ -46,21 +76,64 @@ def write_kv_kernel(
     PDL: tl.constexpr,
 ):
     """One program a token and KV head. With PDL it starts while the kernel before it ends."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, PADDED_DIM)
-    mask = dims < HEAD_DIM
-    slot = tl.load(slot_mapping + token)
-    position = tl.load(positions + token)
+    slot, position = tl.load(slot_mapping + token), tl.load(positions + token)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    k = rotated(key + token * key_stride + head * HEAD_DIM, table, position, dims, HEAD_DIM, ROPE, mask)
-    v = tl.load(value + token * value_stride + head * HEAD_DIM + dims, mask=mask, other=0.0)
-    place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    size = num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    at = kv_cache + place.to(tl.int64) * HEAD_DIM + dims
-    tl.store(at, k.to(kv_cache.dtype.element_ty), mask=mask)
-    tl.store(at + size, v.to(kv_cache.dtype.element_ty), mask=mask)
+    written(
+        key + token * key_stride, value + token * value_stride, kv_cache, num_blocks, slot, head, table, position,
+        dims, dims < HEAD_DIM, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_token_kernel(
+    query,
+    key,
+    value,
+    kv_cache,
+    slot_mapping,
+    positions,
+    table,
+    rotated_query,
+    rotated_key,
+    query_stride,
+    key_stride,
+    value_stride,
+    num_blocks,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    WRITES: tl.constexpr,
+    KEEPS_KEY: tl.constexpr,
+):
+    """One program a token: its queries, rotated, into ``rotated_query``, keys and values into the cache (``WRITES``).
+
+    With ``KEEPS_KEY`` the rotated keys go to ``rotated_key`` too; both are contiguous [num_tokens, heads, head_dim].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    mask = (head < NUM_HEADS) & (dims < HEAD_DIM)
+    q = rotated(query + token * query_stride + head * HEAD_DIM, table, position, dims, HEAD_DIM, True, mask)
+    at = rotated_query + (token * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(at, q.to(rotated_query.dtype.element_ty), mask=mask)
+    if WRITES:
+        head = tl.arange(0, PADDED_KV_HEADS)[:, None]
+        mask = (head < NUM_KV_HEADS) & (dims < HEAD_DIM)
+        k, _ = written(
+            key + token * key_stride, value + token * value_stride, kv_cache, num_blocks,
+            tl.load(slot_mapping + token), head, table, position, dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, True,
+        )  # fmt: skip
+        if KEEPS_KEY:
+            tl.store(rotated_key + (token * NUM_KV_HEADS + head) * HEAD_DIM + dims, k, mask=mask)
 
 
 @triton.jit
@@ -75,21 +148,23 @@ def attend_tile(
     seq_len,
     query_position,
     scale,
+    acc,
+    total,
+    most,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax of a tile of queries over keys ``first`` to ``last``: (sum of weighted values, sum, maximum)."""
+    """Online softmax of a tile of queries over cached keys ``first`` to ``last``, going on from a state.
+
+    The state is (sum of weighted values, sum of weights, maximum of scores); keys from ``seq_len`` on do not exist.
+    """
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         exists = n < seq_len
@@ -114,22 +189,41 @@ def attend_tile(
     return acc, total, most
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def longest_first_kernel(seq_lens, order, num_rows, BLOCK: tl.constexpr, PADDED_ROWS: tl.constexpr):
+    """Row indices by falling length, each row's place counted: what takes long must not begin last."""
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    all_rows = tl.arange(0, PADDED_ROWS)
+    length = tl.load(seq_lens + mine, mask=mine < num_rows, other=0)[:, None]
+    lengths = tl.load(seq_lens + all_rows, mask=all_rows < num_rows, other=-1)[None, :]
+    before = (lengths > length) | ((lengths == length) & (all_rows[None, :] < mine[:, None]))
+    tl.store(order + tl.sum(before.to(tl.int32), 1), mine, mask=mine < num_rows)
+
+
 @triton.jit
 def decode_kernel(
     query,
+    key,
+    value,
     kv_cache,
+    slot_mapping,
     block_table,
     seq_lens,
+    order,
     table,
     partial,
     partial_lse,
     out,
     scale,
     query_stride,
+    key_stride,
+    value_stride,
     table_stride,
     num_blocks,
     NUM_SPLITS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
+    WRITES: tl.constexpr,
+    ORDERED: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -143,10 +237,17 @@ def decode_kernel(
 ):
     """One program a row, KV head and split: rows of ``QUERY_LEN`` queries each (decode, verify).
 
+    Rows are taken as they come, or (``ORDERED``) as ``longest_first_kernel`` has ordered them.
+
+    With ``WRITES`` (rows of one query) the row's new key and value are not in the cache yet: the first split's program
+    writes them there and begins its softmax with them; all programs read what was there before.
+
     It is not launched early as its neighbours are: the large share of each processor's memory that it takes for itself
     would be taken from the matrix products on either side (a step was 20% slower).
     """
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ORDERED:
+        row = tl.load(order + row)
     seq_len = tl.load(seq_lens + row)
     m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, PADDED_DIM)
@@ -159,16 +260,30 @@ def decode_kernel(
     position = tl.maximum(query_position, 0).to(tl.int64)[:, None]
     q = rotated(q_at, table, position, dims[None, :], HEAD_DIM, ROPE, mask).to(kv_cache.dtype.element_ty)
 
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    size = num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if WRITES:
+        if split == 0:
+            k, v = written(
+                key + row.to(tl.int64) * key_stride, value + row.to(tl.int64) * value_stride, kv_cache, num_blocks,
+                tl.load(slot_mapping + row), head, table, tl.maximum(seq_len - 1, 0).to(tl.int64), dims,
+                dims < HEAD_DIM, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
+            )  # fmt: skip
+            most = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+            acc = acc + v.to(tl.float32)[None, :]
+        seq_len = seq_len - 1
     lowest = 0
     if WINDOW > 0:
-        lowest = tl.maximum(seq_len - QUERY_LEN - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        lowest = tl.maximum(seq_len - (QUERY_LEN - WRITES) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(seq_len - lowest, BLOCK_N), NUM_SPLITS) * BLOCK_N
     first = lowest + split * share
     last = tl.minimum(first + share, seq_len)
-    size = num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     acc, total, most = attend_tile(
         q, kv_cache, size, block_table + row.to(tl.int64) * table_stride, head, first, last, seq_len, query_position,
-        scale, WINDOW, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION,
+        scale, acc, total, most, WINDOW, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
     safe = tl.where(total > 0.0, total, 1.0)
     result = acc / safe[:, None]
@@ -216,7 +331,7 @@ def merge_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])  # else some steps would wait for a compiler
 def long_rows_kernel(
     query,
     kv_cache,
@@ -279,33 +394,13 @@ def long_rows_kernel(
         lowest = tl.maximum(seq_len - query_len + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     last = tl.minimum(seq_len - query_len + first_query + QUERIES, seq_len)
     size = num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     acc, total, _ = attend_tile(
         q, kv_cache, size, block_table + row.to(tl.int64) * table_stride, head, lowest, last, seq_len, query_position,
-        scale, WINDOW, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION,
+        scale, acc, total, most, WINDOW, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at = out + (token.to(tl.int64) * NUM_KV_HEADS * GROUP + head_q)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def rotate_kernel(
-    x,
-    out,
-    positions,
-    table,
-    x_stride,
-    NUM_HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """One program a token: all its heads, rotated, into a contiguous [num_tokens, heads, dim]."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, PADDED_HEADS)[:, None]
-    dims = tl.arange(0, PADDED_DIM)[None, :]
-    mask = (heads < NUM_HEADS) & (dims < HEAD_DIM)
-    at = x + token * x_stride + heads * HEAD_DIM
-    turned = rotated(at, table, tl.load(positions + token), dims, HEAD_DIM, True, mask)
-    to = out + (token * NUM_HEADS + heads) * HEAD_DIM + dims
-    tl.store(to, turned.to(out.dtype.element_ty), mask=mask)

@@ -16,9 +16,10 @@ from mini_infer_plugins.triton_attention.flash import find_flash_attention
 from mini_infer_plugins.triton_attention.kernels import (
     decode_kernel,
     long_rows_kernel,
+    longest_first_kernel,
     merge_kernel,
-    rotate_kernel,
     write_kv_kernel,
+    write_token_kernel,
 )
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ class _LongRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fresh:
-    """What ``write_kv`` leaves to ``attend`` where all long rows are whole prompts."""
+class _Unwritten:
+    """What ``write_kv`` leaves to ``attend``, which writes in the same kernel that reads."""
 
     layer: "Attention"
     batch: "ForwardBatch"
-    keys: torch.Tensor  # [num_tokens, num_kv_heads, head_dim], rotated
-    values: torch.Tensor  # the same
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class TritonAttention(AttentionBackend):
@@ -74,7 +75,7 @@ class TritonAttention(AttentionBackend):
         on_gpu = device.startswith("cuda")
         self._flash = find_flash_attention(spec, device) if on_gpu else None
         self._long: _LongRows | None = None  # of the step at work
-        self._fresh: _Fresh | None = None
+        self._unwritten: _Unwritten | None = None
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
@@ -91,36 +92,41 @@ class TritonAttention(AttentionBackend):
         # Splits times rows is bounded by what fills the card a few times over, so one scratch serves every shape.
         cells = max(limits.max_num_rows * 2, self._num_processors * 8) * self.spec.num_kv_heads * _MOST_TILE_ROWS
         self._scratch = torch.empty(cells * self._padded_dim, dtype=torch.float32, device=self.device)
+        self._order = torch.zeros(limits.max_num_rows, dtype=torch.int32, device=self.device)
         self._scratch_lse = torch.empty(cells, dtype=torch.float32, device=self.device)
 
+    def prepare(self, batch: "ForwardBatch") -> None:
+        rows = batch.shape.num_decode_rows
+        if rows and self.num_splits(rows) == 1:
+            longest_first_kernel[(triton.cdiv(rows, 32),)](
+                batch.seq_lens, self._order, rows, BLOCK=32, PADDED_ROWS=triton.next_power_of_2(rows), num_warps=4
+            )
+
     def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
-        rotary = layer.rotary
-        if self._flash is not None:
-            long_rows = self._long_rows_of(layer, batch)
-            if long_rows is not None and long_rows.fresh:
-                key = key if rotary is None else self._rotated(key, batch, rotary.table)
-                rotary = None
-                self._fresh = _Fresh(layer, batch, key, value)
-        table = rotary.table if rotary is not None else key
-        write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
-            key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
-            key.stride(0), value.stride(0), layer.kv_cache.shape[1],
-            NUM_KV_HEADS=self.spec.num_kv_heads, HEAD_DIM=self.spec.head_dim, BLOCK_SIZE=self.block_size,
-            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
-        )  # fmt: skip
+        unwritten = _Unwritten(layer, batch, key, value)
+        if batch.around_attention is None:
+            self._unwritten = unwritten
+        else:  # ``attend`` runs outside the graph that this is captured in
+            self._write(unwritten)
 
     def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
-        shape = batch.shape
+        new, self._unwritten = self._unwritten, None
+        if new is not None and (new.layer is not layer or new.batch is not batch):
+            self._write(new)
+            new = None
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         group = layer.num_heads // self.spec.num_kv_heads
+        num_decode_rows = self._num_decode_rows(layer, batch)
         long_rows = self._long_rows_of(layer, batch) if self._flash is not None else None
         if long_rows is not None:
-            self._with_flash(layer, query, out, batch, long_rows)
+            self._with_flash(layer, query, out, batch, long_rows, new)
             return out
-        num_decode_rows = self._num_decode_rows(layer, batch)
+        if new is not None and (num_decode_rows < batch.shape.num_rows or batch.shape.decode_query_len > 1):
+            self._write(new)
+            new = None
         if num_decode_rows:
-            self._decode(layer, query, out, batch, group, num_decode_rows)
-        if num_decode_rows < shape.num_rows:
+            self._decode(layer, query, out, batch, group, num_decode_rows, new=new)
+        if num_decode_rows < batch.shape.num_rows:
             self._long_rows(layer, query, out, batch, group, num_decode_rows)
         return out
 
@@ -152,20 +158,37 @@ class TritonAttention(AttentionBackend):
             )
         return known
 
+    def _write(self, new: "_Unwritten") -> None:
+        layer, batch, key, value = new.layer, new.batch, new.key, new.value
+        rotary = layer.rotary
+        write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
+            key, value, layer.kv_cache, batch.slot_mapping, batch.positions, key if rotary is None else rotary.table,
+            key.stride(0), value.stride(0), layer.kv_cache.shape[1],
+            NUM_KV_HEADS=self.spec.num_kv_heads, HEAD_DIM=self.spec.head_dim, BLOCK_SIZE=self.block_size,
+            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
+        )  # fmt: skip
+
     def _with_flash(
-        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", long_rows: "_LongRows"
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        out: torch.Tensor,
+        batch: "ForwardBatch",
+        long_rows: "_LongRows",
+        new: "_Unwritten | None",
     ) -> None:
         """Uniform rows by our kernel, the others by FlashAttention over the same blocks."""
         assert self._flash is not None
+        fresh = long_rows.fresh and new is not None
+        key, value = (query, query) if new is None else (new.key, new.value)
         if layer.rotary is not None:
-            query = self._rotated(query, batch, layer.rotary.table)
+            query, key = self._rotate_and_write(layer, query, batch, layer.rotary.table, new, keeps_key=fresh)
+        elif new is not None:
+            self._write(new)
         if long_rows.first:
             group = layer.num_heads // self.spec.num_kv_heads
             self._decode(layer, query, out, batch, group, long_rows.first, rotated=True)
-        fresh = self._fresh
-        if fresh is None or fresh.layer is not layer or fresh.batch is not batch:
-            fresh = None  # the keys were written by a graph
-        keys, values = layer.kv_cache.transpose(2, 3) if fresh is None else (fresh.keys, fresh.values)
+        keys, values = (key, value) if fresh else layer.kv_cache.transpose(2, 3)
         self._flash(
             query,
             keys,
@@ -175,20 +198,35 @@ class TritonAttention(AttentionBackend):
             seq_lens=long_rows.seq_lens,
             max_query_len=batch.shape.max_query_len,
             max_seq_len=long_rows.max_seq_len,
-            block_table=long_rows.block_table if fresh is None else None,
+            block_table=None if fresh else long_rows.block_table,
             scale=layer.scale,
             window=-1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
         )
 
-    def _rotated(self, query: torch.Tensor, batch: "ForwardBatch", table: torch.Tensor) -> torch.Tensor:
+    def _rotate_and_write(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        batch: "ForwardBatch",
+        table: torch.Tensor,
+        new: "_Unwritten | None",
+        *,
+        keeps_key: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, rotated, and with ``keeps_key`` the new keys, rotated; what is new is in the cache afterwards."""
         num_tokens, heads, dim = query.shape
+        kv_heads = self.spec.num_kv_heads
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        rotate_kernel[(num_tokens,)](
-            query, out, batch.positions, table, query.stride(0),
-            NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), HEAD_DIM=dim, PADDED_DIM=self._padded_dim,
-            num_warps=4,
+        key, value = (query, query) if new is None else (new.key, new.value)
+        rotated_key = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keeps_key else key
+        write_token_kernel[(num_tokens,)](
+            query, key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
+            out, rotated_key, query.stride(0), key.stride(0), value.stride(0), layer.kv_cache.shape[1],
+            NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), NUM_KV_HEADS=kv_heads,
+            PADDED_KV_HEADS=triton.next_power_of_2(kv_heads), HEAD_DIM=dim, BLOCK_SIZE=self.block_size,
+            PADDED_DIM=self._padded_dim, WRITES=new is not None, KEEPS_KEY=keeps_key, num_warps=4,
         )  # fmt: skip
-        return out
+        return out, rotated_key
 
     def _decode(
         self,
@@ -200,18 +238,21 @@ class TritonAttention(AttentionBackend):
         rows: int,
         *,
         rotated: bool = False,
+        new: "_Unwritten | None" = None,
     ) -> None:
         query_len, heads = batch.shape.decode_query_len, self.spec.num_kv_heads
         splits = self.num_splits(rows)
         block_m = max(16, triton.next_power_of_2(group * query_len))
-        block_n, warps, stages = self._tiling(rows)
+        block_n, warps, stages = self._tiling()
         rotary = None if rotated else layer.rotary
-        decode_kernel[(rows, heads, splits)](
-            query, layer.kv_cache, batch.block_table, batch.seq_lens, query if rotary is None else rotary.table,
+        key, value = (query, query) if new is None else (new.key, new.value)
+        decode_kernel[(heads, rows, splits)](
+            query, key, value, layer.kv_cache, batch.slot_mapping, batch.block_table, batch.seq_lens, self._order,
+            query if rotary is None else rotary.table,
             self._scratch, self._scratch_lse, out, layer.scale * _LOG2_E,
-            query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1],
-            NUM_SPLITS=splits, QUERY_LEN=query_len, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=warps, num_stages=stages, **self._shape_of(group, rotary is not None),
+            query.stride(0), key.stride(0), value.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1],
+            NUM_SPLITS=splits, QUERY_LEN=query_len, WRITES=new is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+            ORDERED=splits == 1, num_warps=warps, num_stages=stages, **self._shape_of(group, rotary is not None),
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(rows, heads, group * query_len)](
@@ -221,14 +262,13 @@ class TritonAttention(AttentionBackend):
                 PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
             )  # fmt: skip
 
-    def _tiling(self, rows: int) -> tuple[int, int, int]:
-        """Keys a step of a decode program, warps, and steps on their way."""
-        return (64, 2, 3) if self._block_n == 128 else (self._block_n, 4, 3)
+    def _tiling(self) -> tuple[int, int, int]:
+        """Keys a step of a decode program, warps, and steps on their way; by measurement (README).
 
-    @property
-    def _block_n(self) -> int:
-        """Keys a step, as many as fit the shared memory with three steps on their way."""
-        return 32 if self._padded_dim > 128 or self.spec.dtype == "float32" else 128
+        Many small programs a processor: their block numbers, keys and values are three journeys to memory one after
+        the other, which only other programs' work can hide.
+        """
+        return (32, 4, 3) if self._padded_dim > 128 or self.spec.dtype == "float32" else (32, 1, 5)
 
     def _long_rows(
         self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int, first: int
@@ -236,13 +276,14 @@ class TritonAttention(AttentionBackend):
         num_rows = batch.shape.num_rows - first
         num_tokens = batch.shape.num_tokens - first * batch.shape.decode_query_len
         block_m = max(16 if self.spec.dtype == "float32" else 64, triton.next_power_of_2(group))
+        block_n = 32 if self._padded_dim > 128 or self.spec.dtype == "float32" else 64
         tiles = num_tokens // (block_m // group) + num_rows
         rotary = layer.rotary
         long_rows_kernel[(tiles, self.spec.num_kv_heads)](
             query, layer.kv_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
             query if rotary is None else rotary.table, out, layer.scale * _LOG2_E,
             query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1], first, num_rows,
-            BLOCK_M=block_m, BLOCK_N=min(64, self._block_n), num_warps=4, num_stages=3,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=3,
             **self._shape_of(group, rotary is not None),
         )  # fmt: skip
 

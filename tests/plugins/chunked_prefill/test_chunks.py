@@ -45,16 +45,16 @@ def steps_of(most: int, decoding: str = "abcd") -> tuple[list[int], dict[str, li
 
 
 def test_a_prompt_is_cut_beside_decodes_and_changes_no_token() -> None:
-    sizes, tokens = steps_of(12)
-    # At first nobody decodes and all four prompts run at once. z: 8 tokens a step beside the others' four.
-    assert sizes[:9] == [12, 4, 12, 12, 12, 12, 12, 5, 5]
+    sizes, tokens = steps_of(20)
+    # At first nobody decodes and all four prompts run at once. z: 16 tokens a step beside the others' four.
+    assert sizes[:7] == [12, 4, 20, 20, 12, 5, 5]
     whole_sizes, whole_tokens = steps_of(1000)
     assert whole_sizes[:4] == [12, 4, 44, 5]
     assert tokens == whole_tokens
 
 
-def test_prompts_run_beside_more_decodes_than_the_setting() -> None:
-    assert steps_of(4)[0][:5] == [12, 4, 5, 5, 5]
+def test_decodes_are_at_most_a_quarter_of_a_step_with_prompts() -> None:
+    assert steps_of(4)[0][:6] == [12, 4, 16, 16, 16, 8]
 
 
 def test_while_few_decode_a_prompt_is_whole() -> None:

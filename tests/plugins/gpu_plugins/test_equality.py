@@ -65,14 +65,6 @@ def test_no_token_changes(plugins: tuple[str, ...], tmp_path: Path) -> None:
 LIMITS = BatchLimits(max_num_rows=3, max_num_tokens=20, max_blocks_per_row=4, block_size=4)
 
 
-@pytest.mark.gpu
-def test_no_token_changes_with_products_of_few_rows(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path, "qwen2", seed=0)
-    expected = tokens(tmp_path, (), device="cpu")
-    plugins = ("triton-attention", "fused-kernels", "cuda-graphs")
-    assert tokens(tmp_path, plugins, plugin={"fused-kernels": {"few_rows": True}}) == expected
-
-
 def test_attention_that_cannot_be_captured_leaves_graphs_between() -> None:
     said: list[str] = []
     runner = CudaGraphRunner([1, 2], [8], said.append)
