@@ -125,10 +125,7 @@ class FlashBuild:
     @property
     def is_installed(self) -> bool:
         """Whether there is such a module; it is not imported."""
-        try:
-            return find_spec(self.module) is not None
-        except ValueError:  # it is imported already and has no spec
-            return True
+        return find_spec(self.module) is not None
 
     def runs_on(self, major: int) -> bool:
         """Whether it has kernels for cards of this compute capability."""

@@ -1,4 +1,4 @@
-"""FlashAttnBackend: all attention through FlashAttention, whichever build is installed (``mini_infer.flash_attention``).
+"""FlashAttnBackend: all attention through FlashAttention, whichever build is there (``mini_infer.flash_attention``).
 
 Contract: uniform rows (decode, verify) are one call, the others another, both over the block tables. Lengths are read
 on the device alone and the bound that the host gives is the table's width, so a device graph of a step of uniform rows
