@@ -124,7 +124,7 @@ class FlashInferAttention(AttentionBackend):
                 prefill.plan(starts, *pages.rows(num_decode_rows, num_rows), *sizes, causal=True, **common)
         self._num_decode_rows = num_decode_rows
         if block_table.is_cuda:
-            self._planned = torch.cuda.Event()
+            self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._planned.record()
 
     def _pages(self, seq_lens: "Sequence[int]", block_table: torch.Tensor) -> Pages:
