@@ -110,6 +110,11 @@ def test_a_backend_named_without_its_library_is_an_error_with_the_extra(
     assert chosen.name == "reference" and "pip install 'mini-infer[flash" in str(choice)
 
 
+def test_a_backend_whose_plugin_is_not_enabled() -> None:
+    with pytest.raises(ConfigError, match="no enabled plugin brings a backend 'flash-attn'; known: reference"):
+        choose_backend("flash-attn", [], SPEC, "cuda:0")
+
+
 @pytest.mark.parametrize(
     ("installed", "capability", "block_sizes"),
     [("vfa3", (9, 0), (16, 32)), ("flash_attn_interface", (9, 0), (16, 32)), ("flash_attn", (8, 0), (256, 512))],
