@@ -26,7 +26,8 @@ class FlashAttnBackend(AttentionBackend):
     """With a build that takes blocks of any size.
 
     Blocks that are multiples of a kernel's tile (64 tokens and more) would be fetched whole: what lies past a
-    sequence's end, be it NaN, would be multiplied by zero, which leaves it NaN.
+    sequence's end, be it NaN, would be multiplied by zero, which leaves it NaN (Dao-AILab/flash-attention#2374). So
+    whole prompts go through the blocks too: packed keys of one row would be fetched with the next row's.
     """
 
     name: ClassVar[str] = "flash-attn"
