@@ -35,7 +35,7 @@ def _write(target: Path, what: str, model: str | None, figures: dict[str, Any], 
 
 @gpu.command("rows")
 @MODEL
-@click.option("--engine", required=True, help="mini-infer or vllm")
+@click.option("--engine", required=True, help="mini-infer, mini-infer:ATTENTION or vllm")
 @click.option("--row", "names", multiple=True, type=click.Choice(list(ROWS)), help="all if none is named")
 @click.option("--repeats", default=3, show_default=True)
 @JSON

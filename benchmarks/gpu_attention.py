@@ -95,8 +95,8 @@ def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash:
 def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Callable[[], Any] | None:
     import torch
 
+    from mini_infer.flash_attention import find_flash_attention
     from mini_infer.interfaces import KVCacheSpec
-    from mini_infer_plugins.triton_attention.flash import find_flash_attention
 
     spec = KVCacheSpec(kind="full", num_kv_heads=KV_HEADS, head_dim=DIM, v_head_dim=DIM, dtype="bfloat16")
     attend = find_flash_attention(spec, "cuda:0")

@@ -11,24 +11,31 @@ MAX_MODEL_LEN, MAX_BATCHED_TOKENS, MAX_SEQS = 16_384, 16_384, 1024
 
 
 def find(engine: str, model: str) -> Callable[[Sequence[int], Sequence[int]], float]:
-    """An engine that has been started.
+    """An engine that has been started; ``mini-infer:flash-attn`` is ours with another attention backend.
 
     Raises:
         SystemExit: there is none of that name.
     """
-    if engine == "mini-infer":
-        return _ours(model)
+    ours, _, attention = engine.partition(":")
+    if ours == "mini-infer":
+        return _ours(model, attention)
     if engine == "vllm":
         return _vllm(model)
-    raise SystemExit(f"no engine {engine!r}; there are mini-infer and vllm")
+    raise SystemExit(f"no engine {engine!r}; there are mini-infer, mini-infer:ATTENTION and vllm")
 
 
 def _prompts(model: str, lens: Sequence[int], rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(1, SHAPES[model]["vocab_size"] - 1000) for _ in range(n)] for n in lens]
 
 
-def build(model: str, plugin: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Our engine with its default plugins, as ``build_engine`` gives it; ``plugin`` are settings of plugins."""
+def build(model: str, plugin: Mapping[str, Mapping[str, Any]] | None = None, attention: str = "") -> Any:
+    """Our engine with its default plugins, as ``build_engine`` gives it.
+
+    Args:
+        model: a name of ``SHAPES``.
+        plugin: settings of plugins.
+        attention: a plugin to add, whose backend of the same name is used.
+    """
     from mini_infer.build import build_engine
     from mini_infer.settings import load_settings
 
@@ -41,16 +48,19 @@ def build(model: str, plugin: Mapping[str, Mapping[str, Any]] | None = None) -> 
         "device": "cuda",
     }
     arguments = {"model": model_folder(model), "engine": engine, "plugin": plugin or {}}
+    if attention:
+        engine["attention"] = attention
+        arguments["plugins"] = ["default", attention]
     return build_engine(load_settings(arguments=arguments, environ={}))
 
 
-def _ours(model: str) -> Callable[[Sequence[int], Sequence[int]], float]:
+def _ours(model: str, attention: str) -> Callable[[Sequence[int], Sequence[int]], float]:
     """Requests go straight to the engine, as they do from the server's process to the engine's."""
     from mini_infer.garbage import frozen
     from mini_infer.messages import EngineRequest
     from mini_infer.sampling_params import SamplingParams
 
-    built = build(model)
+    built = build(model, attention=attention)
     print(*built.log, sep="\n")
     rng = random.Random(0)
 

@@ -95,6 +95,10 @@ def test_only_enabled_plugins_are_imported(distributions: FakeDistributions) -> 
             GOOD.format(name="broken") + "extra = 'speed'",
             "it needs not-there>=2: pip install 'acme-tools[speed]'",
         ),
+        (
+            GOOD.format(name="broken") + "def missing(): return 'it needs one of two cards'",
+            "it needs one of two cards",
+        ),
     ],
 )
 def test_a_broken_plugin_is_refused_with_distribution_version_and_reason(
@@ -113,6 +117,11 @@ def test_an_extra_that_is_installed_is_no_obstacle(distributions: FakeDistributi
     extras = "Provides-Extra: speed\nRequires-Dist: pluggy>=1 ; extra == 'speed'\n"
     distributions.install("acme-extra", {"fast": GOOD.format(name="fast") + "extra = 'speed'"}, metadata=extras)
     assert manager("fast").plugins[0].name == "fast"
+
+
+def test_a_plugin_that_misses_nothing_is_used(distributions: FakeDistributions) -> None:
+    distributions.install("acme-whole", {"whole": GOOD.format(name="whole") + "def missing(): return None"})
+    assert manager("whole").plugins[0].name == "whole"
 
 
 def test_unknown_names_are_told_with_the_nearest() -> None:

@@ -27,7 +27,8 @@ class AttentionCapabilities:
         kinds: kinds of ``KVCacheSpec``.
         head_dims: supported head dims; empty means any.
         block_sizes: supported block sizes; empty means any.
-        graphs: which steps can be captured in a device graph.
+        graphs: in which steps ``attend`` can be captured in a device graph. ``write_kv`` may be captured in any step,
+            whatever is declared here.
         needs_host_lengths: ``prepare`` reads ``batch.seq_lens_host``; conflicts with acceptance on the device.
         fuses_rope: gets unrotated queries and keys, and ``batch.positions``, and rotates them itself.
     """

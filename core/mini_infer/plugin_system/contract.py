@@ -66,6 +66,10 @@ def load_plugin(source: PluginSource) -> Plugin:
     extra = getattr(module, "extra", None)
     if extra is not None:
         _check_extra(source, extra)
+    missing = getattr(module, "missing", None)
+    lack = missing() if missing is not None else None
+    if lack is not None:
+        raise refusal(source, lack)
     return Plugin(
         source,
         module,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import triton
 
+from mini_infer.flash_attention import find_flash_attention
 from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
-from mini_infer_plugins.triton_attention.flash import find_flash_attention
 from mini_infer_plugins.triton_attention.kernels import (
     decode_kernel,
     long_rows_kernel,

@@ -1,0 +1,1 @@
+"""FlashAttention as it is installed."""
