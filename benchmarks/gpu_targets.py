@@ -56,7 +56,7 @@ TARGETS: dict[str, dict[str, Target]] = {
         **_CLIENTS,
     },
     "qwen2.5-1.5b": {
-        "decode-1": Target(1.5, limit=1366),
+        "decode-1": Target(1.5, reach=714, limit=1366),
         **_BATCHES,
         **{name: Target(1.10) for name in ("decode-64-at-1k", "ttft-1k", "ttft-8k", "prefill", "mixed-256")},
     },
