@@ -93,13 +93,14 @@ Logprobs = list[list[float]]
 class Theirs:
     """transformers. All prompts have one length, and so have all texts."""
 
-    def __init__(self, folder: str, dtype: str, device: str) -> None:
+    def __init__(self, folder: str, dtype: str, device: str, attention: str = "sdpa") -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._torch, self._device = torch, device
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention)
+        self._model = model.to(device).eval()
 
     def greedy(self, prompts: Texts, num_tokens: int) -> list[list[int]]:
         """The most likely token, again and again, whatever it is."""
@@ -139,15 +140,15 @@ class Theirs:
 
 
 class Ours:
-    """Our engine with its default plugins."""
+    """Our engine."""
 
-    def __init__(self, folder: str, dtype: str, device: str) -> None:
+    def __init__(self, folder: str, dtype: str, device: str, plugins: Sequence[str] = ("default",)) -> None:
         from mini_infer.build import build_engine
         from mini_infer.settings import load_settings
 
         forcing = Forcing()
         engine = {"dtype": dtype, "device": device, "max_model_len": 512, "max_num_seqs": 64, "skip_tokenizer": True}
-        arguments = {"model": folder, "plugins": [forcing.name, "default"], "engine": engine}
+        arguments = {"model": folder, "plugins": [forcing.name, *plugins], "engine": engine}
         self._engine = build_engine(load_settings(arguments=arguments, environ={}), modules=[forcing]).engine
 
     def greedy(self, prompts: Texts, num_tokens: int) -> list[list[int]]:
