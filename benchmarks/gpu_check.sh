@@ -20,7 +20,7 @@ gpu="python3 -m benchmarks gpu"
 
 part() { # part NAME
   case $1 in
-    tests) ours 420 python3 -m pytest -m gpu --durations=15 tests/plugins tests/core tests/models ;;
+    tests) ours 540 python3 -m pytest -m gpu --durations=15 tests/plugins tests/core tests/models ;;
     rows) ours 300 $gpu rows "$MODEL" --engine mini-infer --json "$OUT/$MODEL-rows-mini-infer.json" ;;
     rows-vllm) vllms 400 $gpu rows "$MODEL" --engine vllm --json "$OUT/$MODEL-rows-vllm.json" ;;
     arrivals) ours 200 $gpu arrivals "$MODEL" --engine mini-infer --json "$OUT/$MODEL-arrivals-mini-infer.json" ;;

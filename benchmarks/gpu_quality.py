@@ -9,7 +9,7 @@ Every figure is a mean over prompts, the least first:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -140,15 +140,29 @@ class Theirs:
 
 
 class Ours:
-    """Our engine."""
+    """Our engine.
 
-    def __init__(self, folder: str, dtype: str, device: str, plugins: Sequence[str] = ("default",)) -> None:
+    Args:
+        folder, dtype, device: as the settings of these names.
+        plugins: their names.
+        plugin: settings of plugins.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        dtype: str,
+        device: str,
+        plugins: Sequence[str] = ("default",),
+        plugin: Mapping[str, Any] | None = None,
+    ) -> None:
         from mini_infer.build import build_engine
         from mini_infer.settings import load_settings
 
         forcing = Forcing()
         engine = {"dtype": dtype, "device": device, "max_model_len": 512, "max_num_seqs": 64, "skip_tokenizer": True}
-        arguments = {"model": folder, "plugins": [forcing.name, *plugins], "engine": engine}
+        names = [forcing.name, *plugins]
+        arguments = {"model": folder, "plugins": names, "engine": engine, "plugin": plugin or {}}
         self._engine = build_engine(load_settings(arguments=arguments, environ={}), modules=[forcing]).engine
 
     def greedy(self, prompts: Texts, num_tokens: int) -> list[list[int]]:

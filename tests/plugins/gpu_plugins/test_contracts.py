@@ -1,7 +1,7 @@
 """The contract suites on a GPU: the core's own parts, the model families, and the GPU plugins where triton is.
 
-On a CPU the same suites run elsewhere (``tests/core``, ``tests/models``). With triton's interpreter (``make
-test-kernels``) those of the kernels run here without a GPU, over fewer shapes.
+On a CPU the same suites run elsewhere (``tests/core``, ``tests/models``). With ``TRITON_INTERPRET=1`` and triton on the
+path those of the kernels run without a GPU, for minutes.
 """
 
 import os
