@@ -14,7 +14,8 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
     for kind in ("rows", "arrivals"):
         for ours in records:
             if ours["what"] == kind and ours["engine"] == "mini-infer":
-                yield from (comparison(ours, peer) for peer in peers_of(ours, records) or [None])
+                beside: list[Record | None] = [*peers_of(ours, records)]
+                yield from (comparison(ours, peer) for peer in beside or [None])
     for record in records:
         if record["what"] == "breakdown":
             yield breakdown(record)

@@ -23,13 +23,15 @@ class Target:
         return ", ".join(filter(None, parts))
 
     def met(self, unit: str, ours: float, peer: float | None) -> bool | None:
-        """Whether ours is good enough; None if there is no target, or a ratio and no peer."""
-        answers = []
+        """Whether ours is good enough; None if that cannot be said: no target, or a ratio and no peer."""
+        answers: list[bool | None] = []
         if self.reach is not None:
             answers.append(ours >= self.reach if unit == "tok/s" else ours <= self.reach)
         if self.ratio is not None:
             answers.append(None if peer is None else times_better(unit, ours, peer) >= self.ratio)
-        return None if not answers or None in answers else all(answers)
+        if False in answers:
+            return False
+        return None if not answers or None in answers else True
 
 
 def times_better(unit: str, ours: float, peer: float) -> float:

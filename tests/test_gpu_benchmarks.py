@@ -203,6 +203,8 @@ def test_a_chrome_trace() -> None:
         (Target(1.1), "ms", 100, 109, False),
         (Target(1.1), "tok/s", 110, None, None),
         (Target(1.1, reach=200), "tok/s", 110, 100, False),
+        (Target(1.1, reach=200), "tok/s", 110, None, False),
+        (Target(1.1, reach=200), "tok/s", 200, None, None),
         (Target(), "tok/s", 110, 100, None),
     ],
 )
