@@ -18,13 +18,12 @@ from typing import Any
 
 import click
 
-from benchmarks.engines.gpu_offline import ENGINES
 from benchmarks.gpu_models import SHAPES
 from benchmarks.gpu_rows import ROWS
 from benchmarks.record import provenance
 
 MODEL = click.argument("model", type=click.Choice(list(SHAPES)))
-ENGINE = click.option("--engine", required=True, type=click.Choice(ENGINES))
+ENGINE = click.option("--engine", required=True, help="mini-infer, mini-infer:ATTENTION or vllm")
 REPEATS = click.option("--repeats", default=3, show_default=True, help="the best is reported")
 DEVICE = click.option("--device", default="cuda", show_default=True, help="cpu: to try the command out")
 JSON = click.option("--json", "target", type=click.Path(path_type=Path), required=True)
@@ -43,7 +42,7 @@ def _read(files: tuple[Path, ...]) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in files]
 
 
-def _write(target: Path, what: str, model: str, figures: dict[str, Any], **more: Any) -> None:
+def _write(target: Path, what: str, model: str | None, figures: dict[str, Any], **more: Any) -> None:
     record = {"what": what, "model": model, **more, "figures": figures, **provenance()}
     target.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -86,7 +85,7 @@ def arrivals(model: str, engine: str, budget: int | None, repeats: int, device: 
     from benchmarks.engines.gpu_offline import find_stepped
     from benchmarks.gpu_arrivals import measure
 
-    budget = budget or {"mini-infer": 512, "vllm": 8192}[engine]
+    budget = budget or (8192 if engine == "vllm" else 512)
     stepped = find_stepped(engine, model, budget=budget, device=device)
     figures: dict[str, float] = {}
     units: dict[str, str] = {}

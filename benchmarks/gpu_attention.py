@@ -35,10 +35,10 @@ def _decode_cells() -> Iterator[Cell]:
         table = (torch.randperm(rows * blocks, device="cuda") + 1).to(torch.int32).view(rows, blocks)
         query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         lens = torch.full((rows,), length, device="cuda", dtype=torch.int32)
-        cell = {"ours": _graph_time(_ours(query, caches, table, lens, length)) / layers}
+        cell = {"ours": graph_time(_ours(query, caches, table, lens, length)) / layers}
         flash = _flash(query, caches, table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _graph_time(flash) / layers
+            cell["flash-attention-3"] = graph_time(flash) / layers
         cell["limit"] = rows * length * KV_HEADS * DIM * 4 / 4.3e6
         yield f"{rows} x {length}", cell
 
@@ -57,15 +57,15 @@ def _prefill_cells() -> Iterator[Cell]:
         key, value = torch.randn(2, 1, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
         turned = query.transpose(0, 1)[None].contiguous()
         times = [cache] * _PREFILLS
-        cell = {"ours": _graph_time(_ours(query, times, table, lens, length, flash=False)) / _PREFILLS}
+        cell = {"ours": graph_time(_ours(query, times, table, lens, length, flash=False)) / _PREFILLS}
         flash = _flash(query, times, table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _graph_time(flash) / _PREFILLS
+            cell["flash-attention-3"] = graph_time(flash) / _PREFILLS
 
         def torchs(q: Any = turned, k: Any = key, v: Any = value) -> Any:
             return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(_PREFILLS)]
 
-        cell["torch"] = _graph_time(torchs) / _PREFILLS
+        cell["torch"] = graph_time(torchs) / _PREFILLS
         yield f"prompt {length}", cell
 
 
@@ -136,7 +136,7 @@ def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Calla
     return run
 
 
-def _graph_time(work: Callable[[], Any]) -> float:
+def graph_time(work: Callable[[], Any]) -> float:
     """Microseconds of one replay."""
     import torch
 
@@ -145,10 +145,10 @@ def _graph_time(work: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return _time(graph.replay)
+    return event_time(graph.replay)
 
 
-def _time(work: Callable[[], Any], repeats: int = 5) -> float:
+def event_time(work: Callable[[], Any], repeats: int = 5) -> float:
     """Microseconds, best of three."""
     import torch
 

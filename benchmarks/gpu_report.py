@@ -13,7 +13,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
     """Markdown, one table a measurement; ours beside each peer that was measured."""
     for kind in ("rows", "arrivals"):
         for ours in records:
-            if ours["what"] == kind and ours["engine"] == "mini-infer":
+            if ours["what"] == kind and is_ours(ours):
                 beside: list[Record | None] = [*peers_of(ours, records)]
                 yield from (comparison(ours, peer) for peer in beside or [None])
     for record in records:
@@ -23,11 +23,18 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
             yield attention(record)
         elif record["what"] == "quality":
             yield quality(record)
+        elif record["what"] not in ("rows", "arrivals"):
+            yield cells(record)
 
 
 def peers_of(ours: Record, records: Sequence[Record]) -> list[Record]:
-    """The same measurement of the same model on other engines."""
-    return [r for r in records if all(r[k] == ours[k] for k in ("what", "model")) and r["engine"] != ours["engine"]]
+    """The same measurement of the same model on engines that are not ours."""
+    return [r for r in records if all(r[k] == ours[k] for k in ("what", "model")) and not is_ours(r)]
+
+
+def is_ours(record: Record) -> bool:
+    """``mini-infer``, or ``mini-infer:ATTENTION``."""
+    return str(record["engine"]).partition(":")[0] == "mini-infer"
 
 
 def comparison(ours: Record, peer: Record | None) -> str:
@@ -104,6 +111,16 @@ def quality(record: Record) -> str:
     return _table(head, rows) + "\n\n" + _origin(record)
 
 
+def cells(record: Record) -> str:
+    """Microseconds of any other measurement, a column for each way of doing it."""
+    ways = list(dict.fromkeys(way for cell in record["figures"].values() for way in cell))
+    rows = [
+        (name, *(f"{cell[way]:.1f}" if way in cell else "–" for way in ways))
+        for name, cell in record["figures"].items()
+    ]
+    return _table((f"{record['what']}, us", *ways), rows) + "\n\n" + _origin(record)
+
+
 def save_plot(records: Sequence[Record], png: Path) -> None:
     """Bars: every figure of ours as a multiple of the peer's, target and limit as lines."""
     import matplotlib
@@ -114,7 +131,7 @@ def save_plot(records: Sequence[Record], png: Path) -> None:
     pairs = [
         (ours, peer)
         for ours in records
-        if ours["what"] in ("rows", "arrivals") and ours["engine"] == "mini-infer"
+        if ours["what"] in ("rows", "arrivals") and is_ours(ours)
         for peer in peers_of(ours, records)
     ]
     figure, panels = pyplot.subplots(max(1, len(pairs)), 1, figsize=(10, 3.4 * max(1, len(pairs))), squeeze=False)

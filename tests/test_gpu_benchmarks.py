@@ -114,6 +114,11 @@ def test_vllm_runs_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads((tmp_path / "arrivals.json").read_text())["budget"] == 8192
 
 
+def test_an_engine_that_nobody_knows() -> None:
+    with pytest.raises(SystemExit, match="no engine 'sglang'"):
+        gpu_offline.find("sglang", "tiny")
+
+
 def test_prompts_do_not_depend_on_what_ran_before() -> None:
     first, second = (gpu_offline._prompts("tiny", [5, 9], [1, 2]) for _ in range(2))
     assert first == second
@@ -218,7 +223,9 @@ def test_tables_of_every_kind() -> None:
     compared = {"ours": 0.1, "transformers": 0.2, "difference": -0.1, "interval": 0.01, "met": "yes"}
     rows = {"model": "qwen2.5-7b", "figures": {"decode-1": 270.0, "ttft-1k": 25.0}}
     device = {"step": 100.0, "kernels": 97.0, "between steps": 2.0, "outside the graph": 1.0, "inside the graph": 0.0}
+    ways = {"what": "drawing", "model": None, "figures": {"64 rows": {"ours": 3.25}, "1 row": {"sort": 9.0}}}
     records = [
+        {**origin, **ways},
         {**origin, "what": "rows", **rows, "units": {"decode-1": "tok/s", "ttft-1k": "ms"}},
         {**origin, "what": "attention", "model": "qwen2.5-7b", "figures": {"1 x 1024": cell, "prompt 1024": cell}},
         {**origin, "what": "breakdown", "model": "qwen2.5-7b", "figures": {"1": {"host": {}, "device": device}}},
@@ -231,6 +238,8 @@ def test_tables_of_every_kind() -> None:
         "| 1 x 1024 | 10.0 | 9.0 | 0.90 | 0.95 | 80% | no |",
         "| prompt 1024 | 10.0 | 9.0 | 0.90 | 0.85 | 80% | yes |",
         "| gap, at most 3% | 2.00% |",
+        "| drawing, us | ours | sort |",
+        "| 64 rows | 3.2 | – |",
         "| common prefix | 0.1000 | 0.2000 | -0.1000 ± 0.0100 | yes |",
     ):
         assert line in found

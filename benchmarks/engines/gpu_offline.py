@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from benchmarks.gpu_models import model_folder, random_prompts
 
 MAX_MODEL_LEN, MAX_BATCHED_TOKENS, MAX_SEQS = 16_384, 16_384, 1024
-ENGINES = ("mini-infer", "vllm")
 
 Seconds = Callable[[Sequence[int], Sequence[int]], float]
 
@@ -31,20 +30,34 @@ class Stepped(Protocol):
 
 
 def find(engine: str, model: str, device: str = "cuda") -> Seconds:
-    """An engine that has been started."""
-    return _ours(model, device) if engine == "mini-infer" else _vllm(model)
+    """An engine that has been started; ``mini-infer:flash-attn`` is ours with another attention backend.
+
+    Raises:
+        SystemExit: there is none of that name.
+    """
+    ours, attention = _is_ours(engine)
+    return _ours(model, device, attention) if ours else _vllm(model)
 
 
 def find_stepped(engine: str, model: str, *, budget: int, device: str = "cuda") -> Stepped:
     """An engine that has been started.
 
     Args:
-        engine: one of ``ENGINES``.
+        engine: as for ``find``.
         model: one of ``SHAPES``.
         budget: tokens of a step while requests decode: ours, ``max_tokens_beside_decodes``; vLLM's, of every step.
         device: ours only.
     """
-    return OurSteps(model, budget, device) if engine == "mini-infer" else VllmSteps(model, budget)
+    ours, attention = _is_ours(engine)
+    return OurSteps(model, budget, device, attention) if ours else VllmSteps(model, budget)
+
+
+def _is_ours(engine: str) -> tuple[bool, str]:
+    """Whether it is, and which attention it names."""
+    name, _, attention = engine.partition(":")
+    if name not in ("mini-infer", "vllm"):
+        raise SystemExit(f"no engine {engine!r}; there are mini-infer, mini-infer:ATTENTION and vllm")
+    return name == "mini-infer", attention
 
 
 def build(
@@ -53,6 +66,7 @@ def build(
     *,
     plugins: Sequence[str] = ("default",),
     plugin: Mapping[str, Mapping[str, Any]] | None = None,
+    attention: str = "",
     modules: Sequence[Any] = (),
 ) -> Any:
     """Our engine, as ``build_engine`` gives it.
@@ -62,6 +76,7 @@ def build(
         device: a CPU is for trying out.
         plugins: their names.
         plugin: settings of plugins.
+        attention: a plugin to add, whose backend of the same name is used.
         modules: further plugins, objects.
     """
     from mini_infer.build import build_engine
@@ -77,6 +92,9 @@ def build(
         "device": device,
     }
     names = [*(module.name for module in modules), *plugins]
+    if attention:
+        engine["attention"] = attention
+        names.append(attention)
     arguments = {"model": model_folder(model), "plugins": names, "engine": engine, "plugin": plugin or {}}
     built = build_engine(load_settings(arguments=arguments, environ={}), modules=modules)
     print(*built.log, sep="\n")
@@ -95,9 +113,9 @@ def make_request(name: str, prompt: list[int], max_tokens: int) -> Any:
 class OurSteps:
     """``Stepped``: requests go straight to the engine, as they do from the server's process to the engine's."""
 
-    def __init__(self, model: str, budget: int, device: str) -> None:
-        plugin = {"chunked-prefill": {"max_tokens_beside_decodes": budget}}
-        self._engine = build(model, device, plugins=["default", "chunked-prefill"], plugin=plugin).engine
+    def __init__(self, model: str, budget: int, device: str, attention: str = "") -> None:
+        plugins, plugin = ["default", "chunked-prefill"], {"chunked-prefill": {"max_tokens_beside_decodes": budget}}
+        self._engine = build(model, device, plugins=plugins, plugin=plugin, attention=attention).engine
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         self._engine.add_request(make_request(name, prompt, max_tokens))
@@ -111,10 +129,10 @@ class OurSteps:
         return bool(self._engine.has_work())
 
 
-def _ours(model: str, device: str) -> Seconds:
+def _ours(model: str, device: str, attention: str) -> Seconds:
     from mini_infer.garbage import frozen
 
-    engine = build(model, device).engine
+    engine = build(model, device, attention=attention).engine
 
     def seconds(prompt_lens: Sequence[int], output_lens: Sequence[int]) -> float:
         prompts = _prompts(model, prompt_lens, output_lens)

@@ -32,6 +32,10 @@ STEPS = 20
 NUM_STEPS = {"cpu": 10_000 if FULL else 450, "cuda": 10_000}
 MOST_BLOCKS_OF_PYTHON = 400
 """Allocations that may be left over: caches of Python's own, not something for every step."""
+LAST_STEP = 16 * 2**10
+"""Bytes on the device by which two last steps may differ, having other rows."""
+SEGMENT = 2 * 2**20
+"""The allocator's smallest: a step larger than all before may take one, ten thousand steps must not take more."""
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 OF_ALL_KINDS: list[dict[str, Any]] = [
@@ -77,8 +81,8 @@ def settle(engine: Engine, params: Sequence[dict[str, Any]]) -> None:
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
-BLOCKING = ("Synchronize", "Malloc", "Free", "HostAlloc", "HostRegister")
-"""In names of CUDA's calls: each waits, or may wait, for the device. ``cudaMemcpy`` does too; ``...Async`` does not."""
+BLOCKING = ("Synchronize", "cudaFree", "cuMemFree")
+"""In names of CUDA's calls that wait for the device. ``cudaMemcpy`` does too; ``...Async`` does not."""
 WINDOW, WAIT = "steady steps", "wait for tokens"
 CLOCKS = 5.0
 """Microseconds by which the two sources of a trace may differ."""
@@ -114,11 +118,11 @@ def test_which_calls_block() -> None:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
     calls = ["cudaEventSynchronize", "cudaMemcpyAsync", "cudaMemcpy", "cudaGraphLaunch", "cuLaunchKernelEx"]
-    calls += ["cudaStreamWaitEvent", "cudaEventQuery", "cudaMalloc", "cudaStreamIsCapturing", "cudaHostAlloc"]
+    calls += ["cudaStreamWaitEvent", "cudaEventQuery", "cudaFree", "cudaStreamIsCapturing", "cuMemcpyDtoH_v2"]
     trace = [event("cuda_runtime", name, 10.0 * index) for index, name in enumerate(calls)]
     trace += [event("user_annotation", WINDOW, 0, 95), event("user_annotation", WAIT, 0, 5)]
     trace += [event("cuda_runtime", "cudaDeviceSynchronize", 99), {"ph": "M", "name": "process_name"}]
-    expected = [("cudaEventSynchronize", True), ("cudaMemcpy", False), ("cudaMalloc", False), ("cudaHostAlloc", False)]
+    expected = [("cudaEventSynchronize", True), ("cudaMemcpy", False), ("cudaFree", False), ("cuMemcpyDtoH_v2", False)]
     assert blocking_calls({"traceEvents": trace}) == expected
 
 
@@ -244,5 +248,5 @@ def test_memory_does_not_grow(device: str, plugins: tuple[str, ...]) -> None:
     assert end["of python"] - middle["of python"] < MOST_BLOCKS_OF_PYTHON, (warm, middle, end)
     assert end["resident"] - warm["resident"] < 64 * 2**20, (warm, middle, end)
     if device == "cuda":
-        assert warm["allocated"] == middle["allocated"] == end["allocated"], (warm, middle, end)
-        assert middle["reserved"] == end["reserved"], (warm, middle, end)
+        assert abs(end["allocated"] - warm["allocated"]) <= LAST_STEP, (warm, middle, end)
+        assert end["reserved"] - middle["reserved"] <= SEGMENT, (warm, middle, end)

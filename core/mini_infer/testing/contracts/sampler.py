@@ -213,22 +213,3 @@ class SamplerSuite:
             params = SamplingParams(temperature=temperature)
             cases = [Case(row, params, seed=index) for index, row in enumerate(logits)]
             assert self.draw(sampler, cases) == left, "a masked token was drawn"
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("num_rows", [1, 3, 40])
-    def test_greedy_is_the_lowest_of_the_most_likely(self, num_rows: int, dtype: str) -> None:
-        """Ties, ids that may not be drawn, and rows that are not fit to be drawn from."""
-        sampler, generator = self.make(), torch.Generator().manual_seed(num_rows)
-        for vocab_size in self.vocab_sizes:
-            logits = torch.randint(-9, 9, (num_rows, vocab_size), generator=generator).to(getattr(torch, dtype))
-            for row, poison in enumerate((torch.nan, torch.inf, -torch.inf)[: num_rows - 1]):
-                logits[row, torch.randint(vocab_size, (), generator=generator)] = poison
-            for invalid in ([], [0, vocab_size // 2, vocab_size - 1]):
-                ids = torch.tensor(invalid, device=self.device) if invalid else None
-                tokens, ok = sampler.greedy(logits.to(self.device, copy=True), ids)
-                assert (tokens.dtype, ok.dtype) == (torch.int64, torch.bool)
-                allowed = logits.float().index_fill(1, torch.tensor(invalid, dtype=torch.int64), -torch.inf)
-                for row, (token, fine) in enumerate(zip(tokens.tolist(), ok.tolist(), strict=True)):
-                    assert fine == logits[row].isfinite().all(), f"row {row} is said to be {'' if fine else 'not '}fit"
-                    best = int((allowed[row] == allowed[row].max()).nonzero()[0]) if fine else token
-                    assert token == best, f"drew {token}, not {best}, of {vocab_size}"
