@@ -1,15 +1,18 @@
-"""``python -m benchmarks gpu``: the rows of one GPU, where a step's time goes, and attention beside FlashAttention-3.
+"""``python -m benchmarks gpu``: what is measured on one GPU, each command a JSON file with where it came from.
 
 python -m benchmarks gpu rows qwen2.5-7b --engine mini-infer --json ours.json
 python -m benchmarks gpu rows qwen2.5-7b --engine vllm --json vllm.json
-python -m benchmarks gpu compare ours.json vllm.json
-python -m benchmarks gpu arrivals qwen2.5-7b --json arrivals.json
-python -m benchmarks gpu breakdown qwen2.5-7b --batch 1 --batch 64 --json breakdown.json
+python -m benchmarks gpu arrivals qwen2.5-7b --engine mini-infer --json arrivals.json
+python -m benchmarks gpu breakdown qwen2.5-7b --json breakdown.json
 python -m benchmarks gpu attention --json attention.json
+python -m benchmarks gpu quality --json quality.json
+python -m benchmarks gpu compare ours.json vllm.json arrivals.json breakdown.json attention.json quality.json
+python -m benchmarks gpu plot ours.json vllm.json --png gpu.png
+
+Every command but attention can be tried on a CPU: ``--device cpu``, and ``tiny`` for the model.
 """
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,23 @@ from benchmarks.gpu_rows import ROWS
 from benchmarks.record import provenance
 
 MODEL = click.argument("model", type=click.Choice(list(SHAPES)))
+ENGINE = click.option("--engine", required=True, help="mini-infer, mini-infer:ATTENTION or vllm")
+REPEATS = click.option("--repeats", default=3, show_default=True, help="the best is reported")
+DEVICE = click.option("--device", default="cuda", show_default=True, help="cpu: to try the command out")
 JSON = click.option("--json", "target", type=click.Path(path_type=Path), required=True)
+FILES = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 
 
 @click.group(help=__doc__)
 def gpu() -> None:
     """See the module."""
+
+
+def _read(files: tuple[Path, ...]) -> list[dict[str, Any]]:
+    for path in files:
+        if not path.is_file():
+            raise click.ClickException(f"there is no {path}: the other commands make such files")
+    return [json.loads(path.read_text()) for path in files]
 
 
 def _write(target: Path, what: str, model: str | None, figures: dict[str, Any], **more: Any) -> None:
@@ -35,89 +49,76 @@ def _write(target: Path, what: str, model: str | None, figures: dict[str, Any], 
 
 @gpu.command("rows")
 @MODEL
-@click.option("--engine", required=True, help="mini-infer, mini-infer:ATTENTION or vllm")
+@ENGINE
 @click.option("--row", "names", multiple=True, type=click.Choice(list(ROWS)), help="all if none is named")
-@click.option("--repeats", default=3, show_default=True)
+@REPEATS
+@DEVICE
 @JSON
-def rows(model: str, engine: str, names: tuple[str, ...], repeats: int, target: Path) -> None:
+def rows(model: str, engine: str, names: tuple[str, ...], repeats: int, device: str, target: Path) -> None:
     """Measure the rows on one engine; each figure is written as soon as it is known."""
     from benchmarks.engines.gpu_offline import find
 
-    seconds = find(engine, model)
+    seconds = find(engine, model, device)
     seconds([128] * 4, [16] * 4)
     figures: dict[str, float] = {}
+    units: dict[str, str] = {}
     for name in names or ROWS:
-        figures[name] = round(ROWS[name].measure(seconds, repeats), 1)
-        click.echo(f"{model} {engine} {name}: {figures[name]} {ROWS[name].unit}")
-        _write(target, "rows", model, figures, engine=engine, repeats=repeats)
-
-
-@gpu.command("compare")
-@click.argument("ours", type=click.Path(path_type=Path))
-@click.argument("peer", type=click.Path(path_type=Path))
-def compare(ours: Path, peer: Path) -> None:
-    """The table of two results of one model, with ratios (above 1, ours is better) and what was to be reached."""
-    for path in (ours, peer):
-        if not path.is_file():
-            raise click.ClickException(f"there is no {path}: make it with `python -m benchmarks gpu rows`")
-    mine, theirs = (json.loads(path.read_text()) for path in (ours, peer))
-    click.echo(
-        f"| {mine['model']} | {mine['engine']} | {theirs['engine']} | ratio | target | met |\n|---|---|---|---|---|---|"
-    )
-    for name, figure in mine["figures"].items():
-        row, other = ROWS[name], theirs["figures"].get(name)
-        least, floor = row.targets[mine["model"]]
-        ratio = None if other is None else row.ratio(figure, other)
-        enough = floor is None or (figure >= floor if row.unit == "tok/s" else figure <= floor)
-        met = enough and (ratio is None or ratio >= least)
-        wanted = f"{least} x" if floor is None else f"{floor} {row.unit}"
-        cells = (
-            f"{name}, {row.unit}",
-            figure,
-            other,
-            "" if ratio is None else f"{ratio:.2f}",
-            wanted,
-            "yes" if met else "no",
-        )
-        click.echo("| " + " | ".join(map(str, cells)) + " |")
-    click.echo(f"\n{mine['hardware'].get('gpu')}; ours at {mine['commit']}; {mine['versions']}; {theirs['versions']}")
+        figures[name], units[name] = ROWS[name].measure(seconds, repeats), ROWS[name].unit
+        click.echo(f"{model} {engine} {name}: {figures[name]:.1f} {units[name]}")
+        _write(target, "rows", model, figures, units=units, engine=engine, repeats=repeats)
 
 
 @gpu.command("arrivals")
 @MODEL
-@click.option("--cap", default=512, show_default=True, help="chunked-prefill's max_tokens_beside_decodes")
+@ENGINE
+@click.option(
+    "--budget",
+    type=int,
+    help="tokens of a step: ours while requests decode (max_tokens_beside_decodes; 512), vLLM's always (8192)",
+)
+@REPEATS
+@DEVICE
+@click.option("--scale", default=1, show_default=True, help="divide prompts and clients by it, to try the command out")
 @JSON
-def arrivals(model: str, cap: int, target: Path) -> None:
+def arrivals(model: str, engine: str, budget: int | None, repeats: int, device: str, scale: int, target: Path) -> None:
     """A long prompt among seven decoders, and clients that send their next request when the last is answered."""
-    from benchmarks.gpu_arrivals import clients, long_prompt, start
+    from benchmarks.engines.gpu_offline import find_stepped
+    from benchmarks.gpu_arrivals import measure
 
-    engine = start(model, cap)
-    rng = random.Random(0)
+    budget = budget or (8192 if engine == "vllm" else 512)
+    stepped = find_stepped(engine, model, budget=budget, device=device)
     figures: dict[str, float] = {}
-    for length in (1024, 8192):
-        best = min(long_prompt(engine, model, length, rng) for _ in range(4))
-        figures[f"longest gap, prompt of {length}, ms"], figures[f"its first token, {length}, ms"] = best
-    for count in (1, 8, 64, 256):
-        figures[f"{count} clients, tok/s"] = clients(engine, model, count, rng)
-    for name, figure in figures.items():
-        click.echo(f"{model} {name}: {figure:.1f}")
-    _write(target, "arrivals", model, figures, cap=cap)
+    units: dict[str, str] = {}
+    for name, unit, figure in measure(stepped, model, repeats, scale=scale):
+        figures[name], units[name] = figure, unit
+        click.echo(f"{model} {engine} {name}: {figure:.1f} {unit}")
+        _write(target, "arrivals", model, figures, units=units, engine=engine, repeats=repeats, budget=budget)
 
 
 @gpu.command("breakdown")
 @MODEL
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 64, 256), show_default=True)
+@DEVICE
 @JSON
-def breakdown(model: str, batches: tuple[int, ...], target: Path) -> None:
-    """Where a decode step's microseconds go: the host's parts, the device's kernels, the gaps between them."""
+def breakdown(model: str, batches: tuple[int, ...], device: str, target: Path) -> None:
+    """Where a decode step's microseconds go.
+
+    The host's parts are schedule, prepare (the batch), launch (the model), sample, wait (for the last step's tokens)
+    and update. The device's are kernels, and gaps between steps, in a step outside its graph, and inside the graph.
+    """
     from benchmarks.gpu_breakdown import measure
 
-    figures = measure(model, batches)
-    for batch, parts in figures.items():
-        click.echo(f"{model}, batch {batch}: " + ", ".join(f"{k} {v:.0f}" for k, v in parts.items() if k != "kernels"))
-        for name, (microseconds, count) in list(parts["kernels"].items())[:12]:
+    figures: dict[str, Any] = {}
+    for batch, parts in measure(model, batches, device):
+        for side in ("host", "device"):
+            if side in parts:
+                click.echo(
+                    f"{model}, batch {batch}, {side}: " + ", ".join(f"{k} {v:.1f}" for k, v in parts[side].items())
+                )
+        for name, (microseconds, count) in list(parts.get("kernels", {}).items())[:12]:
             click.echo(f"    {microseconds:8.1f} us x{count:<5.1f} {name[:90]}")
-    _write(target, "breakdown", model, figures)
+        figures[str(batch)] = parts
+        _write(target, "breakdown", model, figures)
 
 
 @gpu.command("attention")
@@ -125,9 +126,46 @@ def breakdown(model: str, batches: tuple[int, ...], target: Path) -> None:
 @JSON
 def attention(prefill: bool, target: Path) -> None:
     """Our attention beside FlashAttention-3 where a build of it is installed: Qwen2.5-7B's heads, blocks of 16."""
-    from benchmarks.gpu_attention import decode_cells, prefill_cells
+    from benchmarks.gpu_attention import cells
 
-    figures = decode_cells() | (prefill_cells() if prefill else {})
-    for name, cell in figures.items():
+    figures: dict[str, dict[str, float]] = {}
+    for name, cell in cells(prefill=prefill):
+        figures[name] = cell
         click.echo(f"{name:16} " + "  ".join(f"{engine} {value:.1f}" for engine, value in cell.items()))
-    _write(target, "attention", None, figures)
+        _write(target, "attention", "qwen2.5-7b", figures)
+
+
+@gpu.command("quality")
+@click.option("--prompts", default=32, show_default=True, help="at most 32")
+@click.option("--tokens", default=64, show_default=True, help="of each text")
+@click.option("--dtype", default="bfloat16", show_default=True)
+@DEVICE
+@JSON
+def quality(prompts: int, tokens: int, dtype: str, device: str, target: Path) -> None:
+    """How far bfloat16 is from float32: ours beside transformers' own, on the demo model (SmolLM2-135M-Instruct)."""
+    from benchmarks.gpu_quality import measure
+
+    figures = measure(prompts, tokens, dtype, device)
+    for name, cell in figures.items():
+        click.echo(f"{name}: " + ", ".join(f"{key} {value}" for key, value in cell.items()))
+    _write(target, "quality", "demo", figures, dtype=dtype, prompts=prompts, tokens=tokens, device=device)
+
+
+@gpu.command("compare")
+@FILES
+def compare(files: tuple[Path, ...]) -> None:
+    """Tables of any results, in Markdown: ours beside each peer of the same model, with targets and limits."""
+    from benchmarks.gpu_report import tables
+
+    for table in tables(_read(files)):
+        click.echo(table + "\n")
+
+
+@gpu.command("plot")
+@FILES
+@click.option("--png", type=click.Path(path_type=Path), required=True)
+def plot(files: tuple[Path, ...], png: Path) -> None:
+    """Draw rows and arrivals, ours as multiples of each peer's."""
+    from benchmarks.gpu_report import save_plot
+
+    save_plot(_read(files), png)

@@ -1,9 +1,9 @@
 """Decode and prefill attention alone: ours, FlashAttention-3 where a build of it is installed, PyTorch's for prefill.
 
-Caches of over a gigabyte in turn, so that the L2 serves nothing; decode in CUDA graphs on every side.
+CUDA graphs on every side. Decode reads caches of over a gigabyte in turn, so that the L2 serves nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +11,21 @@ DECODE = ((1, 1024), (1, 4096), (1, 32_768), (8, 4096), (64, 1024), (64, 4096), 
 PREFILL = (1024, 8192)
 HEADS, KV_HEADS, DIM, BLOCK = 28, 4, 128, 16
 _TOTAL_BYTES = 1.2e9
+_PREFILLS = 8  # in one graph
+
+Cell = tuple[str, dict[str, float]]
 
 
-def decode_cells() -> dict[str, dict[str, float]]:
-    """Microseconds by cell and engine; ``limit`` is the time to read the keys and values at 4.3 TB/s."""
+def cells(*, prefill: bool) -> Iterator[Cell]:
+    """Name of a cell, and microseconds by engine; ``limit`` is the time to read keys and values at 4.3 TB/s."""
+    yield from _decode_cells()
+    if prefill:
+        yield from _prefill_cells()
+
+
+def _decode_cells() -> Iterator[Cell]:
     import torch
 
-    cells = {}
     for rows, length in DECODE:
         blocks = -(-length // BLOCK)
         layer_bytes = rows * blocks * BLOCK * KV_HEADS * DIM * 4
@@ -27,21 +35,19 @@ def decode_cells() -> dict[str, dict[str, float]]:
         table = (torch.randperm(rows * blocks, device="cuda") + 1).to(torch.int32).view(rows, blocks)
         query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         lens = torch.full((rows,), length, device="cuda", dtype=torch.int32)
-        cell = {"ours": _graph_time(_ours(query, caches, table, lens, length)) / layers}
+        cell = {"ours": graph_time(_ours(query, caches, table, lens, length)) / layers}
         flash = _flash(query, caches, table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _graph_time(flash) / layers
+            cell["flash-attention-3"] = graph_time(flash) / layers
         cell["limit"] = rows * length * KV_HEADS * DIM * 4 / 4.3e6
-        cells[f"{rows} x {length}"] = cell
-    return cells
+        yield f"{rows} x {length}", cell
 
 
-def prefill_cells() -> dict[str, dict[str, float]]:
-    """Microseconds of one causal prompt by length and engine; ours is the Triton kernel, FlashAttention left out."""
+def _prefill_cells() -> Iterator[Cell]:
+    """One causal prompt; ours is the Triton kernel, FlashAttention left out."""
     import torch
     import torch.nn.functional as F
 
-    cells = {}
     for length in PREFILL:
         blocks = length // BLOCK
         cache = torch.randn(2, blocks + 1, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
@@ -50,13 +56,17 @@ def prefill_cells() -> dict[str, dict[str, float]]:
         lens = torch.full((1,), length, device="cuda", dtype=torch.int32)
         key, value = torch.randn(2, 1, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
         turned = query.transpose(0, 1)[None].contiguous()
-        cell = {"ours": _time(_ours(query, [cache], table, lens, length, flash=False))}
-        flash = _flash(query, [cache], table, lens, length)
+        times = [cache] * _PREFILLS
+        cell = {"ours": graph_time(_ours(query, times, table, lens, length, flash=False)) / _PREFILLS}
+        flash = _flash(query, times, table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _time(flash)
-        cell["torch"] = _time(lambda q=turned, k=key, v=value: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        cells[f"prompt {length}"] = cell
-    return cells
+            cell["flash-attention-3"] = graph_time(flash) / _PREFILLS
+
+        def torchs(q: Any = turned, k: Any = key, v: Any = value) -> Any:
+            return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(_PREFILLS)]
+
+        cell["torch"] = graph_time(torchs) / _PREFILLS
+        yield f"prompt {length}", cell
 
 
 def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash: bool = True) -> Callable[[], Any]:
@@ -89,6 +99,7 @@ def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash:
         SimpleNamespace(kv_cache=cache, num_heads=HEADS, scale=DIM**-0.5, rotary=SimpleNamespace(table=rope))
         for cache in caches
     ]
+    backend.prepare(batch)
     return lambda: [backend.attend(layer, query, batch) for layer in layers]
 
 
@@ -126,7 +137,7 @@ def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Calla
     return run
 
 
-def _graph_time(work: Callable[[], Any]) -> float:
+def graph_time(work: Callable[[], Any]) -> float:
     """Microseconds of one replay."""
     import torch
 
@@ -135,10 +146,10 @@ def _graph_time(work: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return _time(graph.replay)
+    return event_time(graph.replay)
 
 
-def _time(work: Callable[[], Any], repeats: int = 5) -> float:
+def event_time(work: Callable[[], Any], repeats: int = 5) -> float:
     """Microseconds, best of three."""
     import torch
 

@@ -1,7 +1,12 @@
-"""The shapes that are measured on a GPU, with random weights: folders of a ``config.json`` alone."""
+"""The shapes that are measured on a GPU, with random weights: folders of a ``config.json`` alone.
+
+``tiny`` is there to try every command out, on a CPU too (``--device cpu``); nobody has targets for it.
+"""
 
 import json
+import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 151_936,
     },
+    "tiny": {
+        **_QWEN,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 
 
@@ -46,3 +63,8 @@ def model_folder(name: str) -> str:
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
     return str(folder)
+
+
+def random_prompts(name: str, lens: Sequence[int], rng: random.Random) -> list[list[int]]:
+    """Token ids of prompts of these lengths, never 0."""
+    return [[rng.randrange(1, SHAPES[name]["vocab_size"] - 1000) for _ in range(n)] for n in lens]

@@ -1,4 +1,4 @@
-"""The rows that are measured on one GPU: what is run, in which unit, and what ours must reach.
+"""The rows that are measured on one GPU: what is run, and in which unit.
 
 Contract: random token ids, greedy, end-of-text ignored, no text on either side. Times are wall time from the first
 request handed in to the last token read; best of the repeats. ``seconds(prompt_lens, output_lens)`` is an engine.
@@ -20,17 +20,11 @@ class Row:
         name: what the command line calls it.
         unit: ``tok/s`` (more is better) or ``ms`` (less is better).
         measure: the figure, given an engine and a number of repeats.
-        targets: by model, the least ratio to the peer, and the figure to reach whatever the peer does.
     """
 
     name: str
     unit: Literal["tok/s", "ms"]
     measure: Callable[[Seconds, int], float]
-    targets: dict[str, tuple[float, float | None]]
-
-    def ratio(self, ours: float, peer: float) -> float:
-        """How many times better ours is."""
-        return ours / peer if self.unit == "tok/s" else peer / ours
 
 
 def _best(seconds: Seconds, repeats: int, prompt_lens: Sequence[int], output_lens: Sequence[int]) -> float:
@@ -74,21 +68,15 @@ def _mixed(seconds: Seconds, repeats: int) -> float:
     return sum(outputs) / _best(seconds, repeats, prompts, outputs)
 
 
-def _targets(
-    at_7b: float | None = None, ratio_7b: float = 1.0, ratio_small: float = 1.1
-) -> dict[str, tuple[float, float | None]]:
-    return {"qwen2.5-7b": (ratio_7b, at_7b), "qwen2.5-1.5b": (ratio_small, None)}
-
-
 ROWS = {
     row.name: row
     for row in (
-        Row("decode-1", "tok/s", _lone_decode, _targets(255, ratio_small=1.5)),
-        *(Row(f"batch-{n}", "tok/s", _batch(n), _targets(ratio_7b=1.1)) for n in (8, 32, 64, 128, 256)),
-        Row("decode-64-at-1k", "tok/s", _long_context, _targets(11_700)),
-        Row("ttft-1k", "ms", _first_token(1024), _targets(24)),
-        Row("ttft-8k", "ms", _first_token(8192), _targets(185)),
-        Row("prefill", "tok/s", _prefill, _targets(48_000)),
-        Row("mixed-256", "tok/s", _mixed, _targets(ratio_7b=1.1)),
+        Row("decode-1", "tok/s", _lone_decode),
+        *(Row(f"batch-{n}", "tok/s", _batch(n)) for n in (8, 32, 64, 128, 256)),
+        Row("decode-64-at-1k", "tok/s", _long_context),
+        Row("ttft-1k", "ms", _first_token(1024)),
+        Row("ttft-8k", "ms", _first_token(8192)),
+        Row("prefill", "tok/s", _prefill),
+        Row("mixed-256", "tok/s", _mixed),
     )
 }

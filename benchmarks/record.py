@@ -7,13 +7,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).parent.parent
 _PACKAGES = ("mini-infer", "torch", "transformers", "triton", "vllm", "numpy")
 
 
 def provenance() -> dict[str, Any]:
     """Commit, versions of packages, processor or card.
 
-    The commit has a ``+`` if the tree is changed; where there is no repository it is ``MINI_INFER_COMMIT``.
+    The commit has a ``+`` if the tree is changed; where there is no repository (a copy of the tree on another machine)
+    it is what ``MINI_INFER_COMMIT`` says.
     """
     return {
         "commit": _commit(),
@@ -24,15 +26,19 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    root = Path(__file__).parent.parent
-    if given := os.environ.get("MINI_INFER_COMMIT"):
-        return given
+    head = _git("rev-parse", "--short", "HEAD")
+    if head:
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return os.environ.get("MINI_INFER_COMMIT", "unknown")
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+def _git(*arguments: str) -> str:
+    """What git says of the tree that this file is in; nothing where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _version(package: str) -> str | None:
@@ -56,4 +62,5 @@ def _hardware() -> dict[str, Any]:
 
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name(0)
+        info["cuda"] = torch.version.cuda
     return info

@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 BLOCK = 4
 
 
-def cache_policy_suite(make: Callable[[], CachePolicy], *, num_traffics: int = 6) -> type[CachePolicySuite]:
+def cache_policy_suite(
+    make: Callable[[], CachePolicy], *, num_traffics: int = 6, device: str = "cpu"
+) -> type[CachePolicySuite]:
     """Tests of a cache policy: ``TestMine = cache_policy_suite(MyPolicy)``.
 
     Args:
         make: a fresh one; called for each engine.
         num_traffics: random traffics through real engines, and as many with slow copies.
+        device: where those run.
     """
-    return type("CachePolicySuite", (CachePolicySuite,), {"make": staticmethod(make), "num_traffics": num_traffics})
+    attributes = {"make": staticmethod(make), "num_traffics": num_traffics, "device": device}
+    return type("CachePolicySuite", (CachePolicySuite,), attributes)
 
 
 class Checked(CachePolicy):
@@ -163,6 +167,7 @@ class CachePolicySuite:
     """The tests; ``cache_policy_suite`` fills in what they are about."""
 
     num_traffics: ClassVar[int]
+    device: ClassVar[str]
 
     @staticmethod
     def make() -> CachePolicy:
@@ -187,10 +192,10 @@ class CachePolicySuite:
 
     def test_tokens_are_those_of_each_request_alone(self) -> None:
         """Engines with hardly a block to spare, both loops; keeping nothing gives the same tokens."""
-        seen = check_engines("cache_policy", self.make, self.num_traffics)
+        seen = check_engines("cache_policy", self.make, self.num_traffics, device=self.device)
         assert seen["preempted"], "no request was ever preempted: the engines were too large to show anything"
 
     def test_so_they_are_when_copies_take_their_time(self) -> None:
         if not self.make().tiers():
             pytest.skip("it has no further tier")
-        check_engines("cache_policy", self.make, self.num_traffics, plugins=[SlowCopies])
+        check_engines("cache_policy", self.make, self.num_traffics, plugins=[SlowCopies], device=self.device)

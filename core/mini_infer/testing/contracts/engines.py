@@ -68,7 +68,11 @@ def with_shared_prompts(traffic: Traffic, rng: Random) -> Traffic:
 
 
 def check_engines(
-    hook: str, make: Callable[[], Any], num_traffics: int, plugins: Sequence[Callable[[], Any]] = ()
+    hook: str,
+    make: Callable[[], Any],
+    num_traffics: int,
+    plugins: Sequence[Callable[[], Any]] = (),
+    device: str = "cpu",
 ) -> Counter[str]:
     """Random traffics, every other one overlapped, on engines whose one hook is answered by ``make``.
 
@@ -77,6 +81,7 @@ def check_engines(
         make: makes the hook's answer, a fresh one for each engine.
         num_traffics: how many.
         plugins: make further ones, fresh for each engine.
+        device: where the engines run.
 
     Returns:
         How often requests arrived, were preempted, ended, ...
@@ -94,6 +99,7 @@ def check_engines(
             small_model(),
             plugins=[part, *(make_plugin() for make_plugin in plugins)],
             overlap=bool(seed % 2),
+            device=device,
             clock=partial(next, count(0.0, 1e-2)),
             **traffic.engine,
         )

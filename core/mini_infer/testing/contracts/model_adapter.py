@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mini_infer.interfaces import AttentionBackend
 
 LENGTH = 24
 NUM_BLOCKS = 128
@@ -41,6 +42,7 @@ def model_adapter_suite(
     *,
     reference: Callable[[Path], Callable[[Sequence[int]], torch.Tensor]] | None = None,
     refuses: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> type[ModelAdapterSuite]:
     """Tests of a model family: ``TestMine = model_adapter_suite(MyAdapter, lambda: tiny_model("mine"))``.
 
@@ -49,12 +51,14 @@ def model_adapter_suite(
         checkpoint: a small checkpoint of random weights, standard deviation 0.2 or more: config.json and safetensors.
         reference: from that folder to a function from token ids to logits [num_tokens, vocab_size], by other code.
         refuses: values of config.json that ``check`` must refuse, each by itself, naming the key.
+        device: where the model runs.
     """
     attributes = {
         "make": staticmethod(make),
         "checkpoint": staticmethod(checkpoint),
         "reference": staticmethod(reference or (lambda folder: None)),
         "refuses": dict(refuses or {}),
+        "device": device,
     }
     return type("ModelAdapterSuite", (ModelAdapterSuite,), attributes)
 
@@ -63,6 +67,7 @@ class ModelAdapterSuite:
     """The tests; ``model_adapter_suite`` fills in what they are about."""
 
     refuses: ClassVar[dict[str, Any]]
+    device: ClassVar[str]
 
     @staticmethod
     def make() -> ModelAdapter:
@@ -79,7 +84,7 @@ class ModelAdapterSuite:
     def config(self, dtype: str = "float32", **changes: Any) -> ModelConfig:
         """The checkpoint's config, with some keys changed."""
         folder = self.checkpoint()
-        return make_model_config(read_hf_config(folder) | changes, device="cpu", dtype=dtype, path=folder)
+        return make_model_config(read_hf_config(folder) | changes, device=self.device, dtype=dtype, path=folder)
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -100,13 +105,22 @@ class ModelAdapterSuite:
 
     def whole(self, module: nn.Module, tokens: list[int], block_size: int = 4, seed: int = 0) -> torch.Tensor:
         """Logits of a sequence in one step, in random blocks."""
-        backends = bind_caches(module, Watching, num_blocks=NUM_BLOCKS, block_size=block_size)
+        backends = self.backends(module, block_size)
         tables = block_tables([len(tokens)], block_size, NUM_BLOCKS, seed)
-        return run(module, backends, pack_batch([(len(tokens), len(tokens))], tables, block_size, token_ids=[tokens]))
+        rows = [(len(tokens), len(tokens))]
+        batch = pack_batch(rows, tables, block_size, token_ids=[tokens], device=self.device)
+        return run(module, backends, batch)
+
+    def backends(
+        self, module: nn.Module, block_size: int = 4, backend: type[AttentionBackend] = Watching
+    ) -> list[AttentionBackend]:
+        """Caches full of NaN for each layer."""
+        return bind_caches(module, backend, num_blocks=NUM_BLOCKS, block_size=block_size, device=self.device)
 
     def close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         """Raise unless two logits are equal but for rounding."""
         assert found.shape == expected.shape, f"{what}: logits are {tuple(found.shape)}, not {tuple(expected.shape)}"
+        found, expected = found.cpu(), expected.cpu()
         worst = ((found - expected).abs().max() / expected.std()).item()
         assert worst < 1e-4, f"{what}: logits are off by {worst:.3g} standard deviations"
 
@@ -185,13 +199,14 @@ class ModelAdapterSuite:
     def test_a_prompt_can_be_cut_anywhere(self, chunks: list[int]) -> None:
         module, tokens = self.load(), self.tokens()
         expected = self.whole(module, tokens)
-        backends = bind_caches(module, Watching, num_blocks=NUM_BLOCKS)
+        backends = self.backends(module)
         tables = block_tables([LENGTH], 4, NUM_BLOCKS)
         done, parts = 0, []
         for count in chunks:
             ids = [tokens[done : done + count]]
             done += count
-            parts.append(run(module, backends, pack_batch([(count, done)], tables, 4, token_ids=ids)))
+            batch = pack_batch([(count, done)], tables, 4, token_ids=ids, device=self.device)
+            parts.append(run(module, backends, batch))
         self.close(torch.cat(parts), expected, f"in chunks of {chunks}")
 
     @pytest.mark.parametrize("seed", range(4))
@@ -200,7 +215,7 @@ class ModelAdapterSuite:
         module, rng = self.load(), Random(seed)
         sequences = [self.tokens(seed * 10 + index, rng.randint(2, LENGTH)) for index in range(5)]
         expected = [self.whole(module, tokens) for tokens in sequences]
-        backends = bind_caches(module, Watching, num_blocks=NUM_BLOCKS)
+        backends = self.backends(module)
         tables = block_tables([LENGTH] * 5, 4, NUM_BLOCKS, seed)
         done = [0] * 5
         while unfinished := [i for i in range(5) if done[i] < len(sequences[i])]:
@@ -213,6 +228,7 @@ class ModelAdapterSuite:
                 4,
                 token_ids=[sequences[i][done[i] : done[i] + count] for count, i in step],
                 num_padding_rows=rng.randint(0, 2),
+                device=self.device,
             )
             logits, start = run(module, backends, batch), 0
             for count, i in step:
@@ -228,8 +244,9 @@ class ModelAdapterSuite:
         def open_and_attend(layer: Attention, query: Any, key: Any, value: Any, batch: Any) -> torch.Tensor:
             return inner(layer, query, key, value, batch._batch)
 
-        backends = bind_caches(module, Watching, num_blocks=NUM_BLOCKS)
-        batch = pack_batch([(LENGTH, LENGTH)], block_tables([LENGTH], 4, NUM_BLOCKS), 4, token_ids=[tokens])
+        backends = self.backends(module)
+        tables = block_tables([LENGTH], 4, NUM_BLOCKS)
+        batch = pack_batch([(LENGTH, LENGTH)], tables, 4, token_ids=[tokens], device=self.device)
         for backend in backends:
             backend.prepare(batch)
         assert isinstance(module, CausalLM)
@@ -238,7 +255,7 @@ class ModelAdapterSuite:
             sealed: Any = Sealed(batch, shows_shape=module.leaves_out)
             hidden = module.forward(batch.input_ids, batch.positions, sealed)
             assert hidden.shape[0] == LENGTH and hidden.ndim == 2, f"hidden states are {tuple(hidden.shape)}"
-            rows = torch.tensor([LENGTH - 1, 3])
+            rows = torch.tensor([LENGTH - 1, 3], device=self.device)
             self.close(module.logits(hidden[rows]), expected[rows], "logits of two rows")
 
     def test_what_it_leaves_out_nobody_wanted(self) -> None:
@@ -246,10 +263,14 @@ class ModelAdapterSuite:
         assert isinstance(module, CausalLM)
         if not module.leaves_out:
             return
-        backends = bind_caches(module, ReferenceAttention, num_blocks=NUM_BLOCKS)
+        backends = self.backends(module, backend=ReferenceAttention)
         lens = [LENGTH, 3, 1]
         batch = pack_batch(
-            [(n, n) for n in lens], block_tables(lens, 4, NUM_BLOCKS), 4, token_ids=[tokens[:n] for n in lens]
+            [(n, n) for n in lens],
+            block_tables(lens, 4, NUM_BLOCKS),
+            4,
+            token_ids=[tokens[:n] for n in lens],
+            device=self.device,
         )
         batch = replace(batch, shape=replace(batch.shape, last_only=True))
         for backend in backends:

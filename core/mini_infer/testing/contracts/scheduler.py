@@ -26,14 +26,18 @@ MAX_STEPS = 2_000
 STEP_SECONDS = 0.05
 
 
-def scheduler_suite(make: Callable[[], Scheduler], *, num_traffics: int = 6) -> type[SchedulerSuite]:
+def scheduler_suite(
+    make: Callable[[], Scheduler], *, num_traffics: int = 6, device: str = "cpu"
+) -> type[SchedulerSuite]:
     """Tests of a scheduler: ``TestMine = scheduler_suite(MyScheduler)``.
 
     Args:
         make: a fresh one; called for each test.
         num_traffics: random traffics through real engines.
+        device: where those run.
     """
-    return type("SchedulerSuite", (SchedulerSuite,), {"make": staticmethod(make), "num_traffics": num_traffics})
+    attributes = {"make": staticmethod(make), "num_traffics": num_traffics, "device": device}
+    return type("SchedulerSuite", (SchedulerSuite,), attributes)
 
 
 @dataclass(eq=False)
@@ -191,6 +195,7 @@ class SchedulerSuite:
     """The tests; ``scheduler_suite`` fills in what they are about."""
 
     num_traffics: ClassVar[int]
+    device: ClassVar[str]
 
     @staticmethod
     def make() -> Scheduler:
@@ -249,5 +254,5 @@ class SchedulerSuite:
 
     def test_tokens_are_those_of_each_request_alone(self) -> None:
         """Engines with hardly a block to spare, both loops; first come, first served gives the same tokens."""
-        seen = check_engines("scheduler", self.make, self.num_traffics)
+        seen = check_engines("scheduler", self.make, self.num_traffics, device=self.device)
         assert seen["preempted"], "no request was ever preempted: the engines were too large to show anything"
