@@ -1,20 +1,49 @@
-"""The Triton kernels: one reading of the logits gives each row's most likely token and whether all are finite.
+"""The Triton kernels: each step of drawing, for all rows at once, with every row cut into parts that fill the card.
 
-Each row is cut into parts, so that a few rows fill the card::
+Contract: the reference's tokens. z = (l - max l) / T and every comparison are the reference's own float32 operations,
+rounded as they are (launch with ``enable_fp_fusion=False``); probabilities are summed as the same integers; the noise
+is the same. A token's *place* is one integer that orders tokens as truncation does (falling z, among equals rising id),
+so what top-k and top-p leave is "every place from a cut on", ties at the boundary and all::
 
-    logits [num_rows, vocab_size]    | part 0 | part 1 | ... |    best_of_part: value, id, all finite
-                                                                  best_of_row:  the best of the parts
+    place    FLOOR's bits - |z|'s bits (31) | last id - id (22)       below 0 where z < FLOOR: such a token never wins
+
+    best_of_part            max l and its lowest id, of each part      greedy rows: best_of_row, and done
+    penalise, bias          before that, if any row has them
+    weigh_pivots            the weight from 16 pivots of z on; thrice: where the cut lies, within 27 / 16^3
+    gather, find_cut        the places in between, of which one is the cut, exactly
+    draw_from_part          z + g of all tokens that may be drawn, roughly
+    draw_from_row           z + g exactly, of the few blocks that hold the largest
 """
 
 import triton
 import triton.language as tl
 
+# The most likely token, z = 0, scores at least -ln(33 ln 2) = -3.13; no noise is above 33 ln 2 = 22.88.
+FLOOR = tl.constexpr(-27.0)
+FLOOR_BITS = tl.constexpr(0x41D80000)
+ID_BITS = tl.constexpr(22)
+LAST_ID = tl.constexpr((1 << 22) - 1)
+PLACE_BITS = tl.constexpr(53)
 
-@triton.jit
+FIXED_POINT = tl.constexpr(2.0**34)  # the weight of z = 0; weights are integers
+TO_INTEGER = tl.constexpr(1.5 * 2.0**52)  # added and taken away again, it rounds a float64 to an integer, ties to even
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+NUM_ROUNDS = tl.constexpr(3)
+NUM_PIVOTS = tl.constexpr(16)
+SUM_ERROR = tl.constexpr(1e-5)  # relative, more than float32 sums of one sign are off
+SCORE_ERROR = tl.constexpr(1e-3)  # more than ``rough_gumbel`` is off
+
+
+# -- the most likely token ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["part_size"])
 def best_of_part_kernel(
-    logits, invalid, best, best_id, fine, stride, vocab_size, part_size, INVALID: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program a row and part."""
+    logits, invalid, best, best_id, fine, stride, vocab_size, part_size,
+    INVALID: tl.constexpr, HIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row and part. ``HIDE`` writes -inf for invalid tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = part * part_size
     last = tl.minimum(first + part_size, vocab_size)
@@ -29,7 +58,10 @@ def best_of_part_kernel(
         all_fine &= (tl.abs(value) < float("inf")).to(tl.int32)
         value = tl.where(exists, value, float("-inf"))
         if INVALID:
-            value = tl.where(tl.load(invalid + ids, mask=exists, other=0) != 0, float("-inf"), value)
+            hidden = tl.load(invalid + ids, mask=exists, other=0) != 0
+            value = tl.where(hidden, float("-inf"), value)
+            if HIDE:
+                tl.store(logits + row * stride + ids, value, mask=hidden)
         better = value > top
         top = tl.where(better, value, top)
         where = tl.where(better, ids, where)
@@ -41,12 +73,324 @@ def best_of_part_kernel(
 
 
 @triton.jit
-def best_of_row_kernel(best, best_id, fine, tokens, ok, num_parts, vocab_size, PADDED_PARTS: tl.constexpr):
-    """One program a row."""
-    row = tl.program_id(0).to(tl.int64)
+def best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS: tl.constexpr):
+    """Max l of a row and the lowest id that has it."""
     part = tl.arange(0, PADDED_PARTS)
     exists = part < num_parts
     value = tl.load(best + row * num_parts + part, mask=exists, other=float("-inf"))
     ids = tl.load(best_id + row * num_parts + part, mask=exists, other=vocab_size)
-    tl.store(tokens + row, tl.min(tl.where(value == tl.max(value, 0), ids, vocab_size), 0).to(tl.int64))
-    tl.store(ok + row, tl.min(tl.load(fine + row * num_parts + part, mask=exists, other=1), 0) != 0)
+    highest = tl.max(value, 0)
+    return highest, tl.min(tl.where(value == highest, ids, vocab_size), 0)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def best_of_row_kernel(best, best_id, fine, tokens, ok, num_parts, vocab_size, PADDED_PARTS: tl.constexpr):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    _, token = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+    tl.store(tokens + row, token.to(tl.int64))
+    part = tl.arange(0, PADDED_PARTS)
+    tl.store(ok + row, tl.min(tl.load(fine + row * num_parts + part, mask=part < num_parts, other=1), 0) != 0)
+
+
+# -- penalties and bias, in place --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["part_size", "num_drafts", "draft_stride"])
+def penalise_kernel(
+    logits, slots, drafts, repetition, presence, frequency, output_counts, prompt_mask,
+    stride, draft_stride, num_drafts, vocab_size, part_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row and part; rows without penalties end at once."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    by_repetition = tl.load(repetition + slot)
+    by_presence, by_frequency = tl.load(presence + slot), tl.load(frequency + slot)
+    if (by_repetition != 1.0) | (by_presence != 0.0) | (by_frequency != 0.0):
+        first = part * part_size
+        last = tl.minimum(first + part_size, vocab_size)
+        for start in range(first, last, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            exists = ids < last
+            count = tl.load(output_counts + slot * vocab_size + ids, mask=exists, other=0)
+            for index in range(num_drafts):
+                count += (ids == tl.load(drafts + row * draft_stride + index)).to(tl.int32)
+            seen = (count > 0) | (tl.load(prompt_mask + slot * vocab_size + ids, mask=exists, other=0) != 0)
+            value = tl.load(logits + row * stride + ids, mask=seen, other=0.0)
+            value = tl.where(value > 0, tl.div_rn(value, by_repetition), value * by_repetition)
+            value -= count.to(tl.float32) * by_frequency
+            value -= tl.minimum(count, 1).to(tl.float32) * by_presence
+            tl.store(logits + row * stride + ids, value, mask=seen & exists)
+
+
+@triton.jit
+def bias_kernel(logits, slots, bias_ids, bias_values, stride, WIDTH: tl.constexpr):
+    """One program a row. What pads a slot's bias is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(slots + row) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(bias_values + at)
+    token = logits + row * stride + tl.load(bias_ids + at)
+    tl.store(token, tl.load(token, mask=value != 0.0, other=0.0) + value, mask=value != 0.0)
+
+
+# -- what a token is worth ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scaled(logits, ids, last, highest, temperature):
+    """z = (l - max l) / T; -inf from ``last`` on."""
+    value = tl.load(logits + ids, mask=ids < last, other=float("-inf"))
+    return tl.div_rn(value - tl.minimum(tl.maximum(highest, -LARGEST), LARGEST), temperature)
+
+
+@triton.jit
+def place_of(z, ids):
+    """See the module."""
+    magnitude = tl.abs(z).to(tl.int32, bitcast=True)
+    return ((-magnitude + FLOOR_BITS).to(tl.int64) << ID_BITS) | (ids ^ LAST_ID)
+
+
+@triton.jit
+def weight_at(place, MASS: tl.constexpr):
+    """What a token adds to a sum: its probability in fixed point, or 1. int64, 0 below place 0."""
+    weight = (place >= 0).to(tl.int64)
+    if MASS:
+        magnitude = -(tl.maximum(place, 0) >> ID_BITS).to(tl.int32) + FLOOR_BITS
+        z = -magnitude.to(tl.float32, bitcast=True)
+        weight *= ((tl.exp(z.to(tl.float64)) * FIXED_POINT + TO_INTEGER) - TO_INTEGER).to(tl.int64)
+    return weight
+
+
+@triton.jit
+def limit_of(limits, slot, temperature, vocab_size, MASS: tl.constexpr):
+    """A row's p or k, and whether it is on."""
+    limit = tl.load(limits + slot)
+    return limit, (limit < (1.0 if MASS else vocab_size)) & (temperature > 0)
+
+
+# -- top-k and top-p: the cut ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def pivots_between(low, high):
+    return low + (high - low) * (tl.arange(0, NUM_PIVOTS).to(tl.float32) / NUM_PIVOTS)
+
+
+@triton.jit
+def bracket(sums, limit, row, num_rows, num_parts, num_rounds, MASS: tl.constexpr, PADDED_PARTS: tl.constexpr):
+    """[low, high): z of the last token that is kept, as far as that many rounds of sums tell. ``find_cut`` checks it."""
+    part = tl.arange(0, PADDED_PARTS)[:, None]
+    pivot = tl.arange(0, NUM_PIVOTS)[None, :]
+    low, high, needed = tl.full([], FLOOR, tl.float32), tl.full([], 1.0, tl.float32), limit.to(tl.float32)
+    for index in range(num_rounds):
+        at = ((index * num_rows + row) * num_parts + part) * NUM_PIVOTS + pivot
+        from_pivot = tl.sum(tl.load(sums + at, mask=part < num_parts, other=0.0), 0)
+        if MASS:
+            needed = tl.where(index == 0, limit.to(tl.float32) * tl.max(from_pivot, 0), needed)
+            needed = tl.maximum(needed, 1.0 / FIXED_POINT)  # p = 0 wants the most likely token
+        pivots = pivots_between(low, high)
+        new_low = tl.max(tl.where(from_pivot >= needed * (1 + SUM_ERROR), pivots, low), 0)
+        high = tl.min(tl.where(from_pivot < needed * (1 - SUM_ERROR), pivots, high), 0)
+        low = new_low
+    return low, high
+
+
+@triton.jit(do_not_specialize=["part_size", "num_rows", "num_parts", "num_rounds"])
+def weigh_pivots_kernel(
+    logits, slots, temperatures, limits, best, best_id, cuts, sums, stride, vocab_size, part_size, num_rows, num_parts,
+    num_rounds, MASS: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program a row and part: the weight from each pivot on, pivots between the bounds of the rounds before."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
+    if on:
+        highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+        low, high = bracket(sums, limit, row, num_rows, num_parts, num_rounds, MASS, PADDED_PARTS)
+        pivots = pivots_between(low, high)
+        cut = tl.load(cuts + row)
+        last = tl.minimum((part + 1) * part_size, vocab_size)
+        total = tl.zeros([NUM_PIVOTS, BLOCK], tl.float32)
+        for start in range(part * part_size, last, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            z = scaled(logits + row * stride, ids, last, highest, temperature)
+            z = tl.where(place_of(z, ids) >= cut, z, float("-inf"))
+            if tl.max(z, 0) >= low:
+                weight = tl.exp(z) if MASS else tl.full([BLOCK], 1.0, tl.float32)
+                total += tl.where(z[None, :] >= pivots[:, None], weight[None, :], 0.0)
+        at = ((num_rounds * num_rows + row) * num_parts + part) * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS)
+        tl.store(sums + at, tl.sum(total, 1))
+
+
+@triton.jit(do_not_specialize=["part_size", "num_rows", "num_parts"])
+def gather_kernel(
+    logits, slots, temperatures, limits, best, best_id, cuts, sums, places, num_places, totals, above, stride,
+    vocab_size, part_size, num_rows, num_parts,
+    MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program a row and part: the places between the bounds, as many as there is room for, in any order; and the
+    exact weight of all tokens and of those above the bounds."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
+    if on:
+        highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+        low, high = bracket(sums, limit, row, num_rows, num_parts, NUM_ROUNDS, MASS, PADDED_PARTS)
+        cut = tl.load(cuts + row)
+        last = tl.minimum((part + 1) * part_size, vocab_size)
+        total, total_above = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+        for start in range(part * part_size, last, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            z = scaled(logits + row * stride, ids, last, highest, temperature)
+            place = place_of(z, ids)
+            place = tl.where(place >= cut, place, -1)
+            weight = weight_at(place, MASS)
+            total += weight
+            total_above += tl.where(z >= high, weight, 0)
+            inside = ((place >= 0) & (z >= low) & (z < high)).to(tl.int32)
+            count = tl.sum(inside, 0)
+            if count > 0:
+                at = tl.atomic_add(num_places + row, count, sem="relaxed") + tl.cumsum(inside, 0) - 1
+                tl.store(places + row * ROOM + at, place, mask=(inside != 0) & (at < ROOM))
+        tl.store(totals + row * num_parts + part, tl.sum(total, 0))
+        tl.store(above + row * num_parts + part, tl.sum(total_above, 0))
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def find_cut_kernel(
+    logits, slots, temperatures, limits, best, best_id, cuts, places, num_places, totals, above, stride, vocab_size,
+    num_parts, MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the highest cut from which on there is enough weight, bit by bit.
+
+    If the places gathered are too many, or not those around the cut, all of the row's are looked at for each bit.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
+    if on:
+        part = tl.arange(0, PADDED_PARTS)
+        total = tl.sum(tl.load(totals + row * num_parts + part, mask=part < num_parts, other=0), 0)
+        known = tl.sum(tl.load(above + row * num_parts + part, mask=part < num_parts, other=0), 0)
+        needed = tl.floor(limit * total.to(tl.float64)).to(tl.int64) if MASS else limit
+        needed = tl.maximum(needed, 1)  # the most likely token always stays
+        if total > needed:
+            old_cut = tl.load(cuts + row)
+            one = tl.full([], 1, tl.int64)
+            cut, step = one * 0, one << (PLACE_BITS - 1)
+            index = tl.arange(0, ROOM)
+            count = tl.load(num_places + row)
+            place = tl.load(places + row * ROOM + index, mask=index < count, other=-1)
+            weight = weight_at(place, MASS)
+            if (count <= ROOM) & (known < needed) & (known + tl.sum(weight, 0) >= needed):
+                for _ in range(PLACE_BITS):
+                    higher = cut | step
+                    enough = known + tl.sum(tl.where(place >= higher, weight, 0), 0) >= needed
+                    cut, step = tl.where(enough, higher, cut), step >> 1
+            else:
+                highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+                for _ in range(PLACE_BITS):
+                    higher = cut | step
+                    from_here = tl.zeros([BLOCK], tl.int64)
+                    for start in range(0, vocab_size, BLOCK):
+                        ids = start + tl.arange(0, BLOCK)
+                        z = scaled(logits + row * stride, ids, vocab_size, highest, temperature)
+                        each = place_of(z, ids)
+                        from_here += weight_at(tl.where(each >= tl.maximum(higher, old_cut), each, -1), MASS)
+                    cut, step = tl.where(tl.sum(from_here, 0) >= needed, higher, cut), step >> 1
+            tl.store(cuts + row, tl.maximum(cut, old_cut))
+
+
+# -- the token ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def word_of(ids, seed, position, choice):
+    """The word that a token's noise is made of: uint32, as ``mini_infer.sampling.noise`` has it."""
+    word, _, _, _ = tl.philox(seed, ids, position.to(tl.uint32), choice.to(tl.uint32), ids * 0)
+    return word
+
+
+@triton.jit
+def exact_gumbel(word):
+    """g, as the reference computes it."""
+    u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return (-tl.log(-tl.log(u))).to(tl.float32)
+
+
+@triton.jit
+def rough_gumbel(word):
+    """g in float32, off by less than SCORE_ERROR: near 1, where float32 cannot tell u apart, by way of 1 - u."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    minus_log = tl.where(rest < 0.02, rest * (1 + rest * (0.5 + rest * 0.33333334)), -tl.log(u))
+    return -tl.log(minus_log)
+
+
+@triton.jit
+def least_scaled(min_p):
+    """The least z that min-p leaves; -inf if it is off."""
+    least = float("-inf")
+    if min_p > 0:
+        least = tl.log(min_p.to(tl.float64)).to(tl.float32)
+    return least
+
+
+@triton.jit(do_not_specialize=["part_size", "num_parts"])
+def draw_from_part_kernel(
+    logits, slots, positions, temperatures, min_p, seeds, choices, best, best_id, cuts, rough, stride, vocab_size,
+    part_size, num_parts, num_blocks, CUT: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program a row and part: for each block of tokens, about the largest z + g of those that may be drawn."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    if temperature > 0:
+        highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+        least = least_scaled(tl.load(min_p + slot))
+        cut = tl.load(cuts + row) if CUT else 0
+        seed, position, choice = tl.load(seeds + slot), tl.load(positions + row), tl.load(choices + slot)
+        last = tl.minimum((part + 1) * part_size, vocab_size)
+        for start in range(part * part_size, last, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            z = scaled(logits + row * stride, ids, last, highest, temperature)
+            z = tl.where((place_of(z, ids) >= cut) & (z >= least), z, float("-inf"))
+            top = tl.max(z, 0)
+            if top >= FLOOR:
+                top = tl.max(z + rough_gumbel(word_of(ids, seed, position, choice)), 0)
+            tl.store(rough + row * num_blocks + start // BLOCK, top)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def draw_from_row_kernel(
+    logits, slots, positions, temperatures, min_p, seeds, choices, best, best_id, cuts, rough, tokens, stride,
+    vocab_size, num_parts, num_blocks,
+    CUT: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr, PADDED_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the token with the largest z + g; where T is 0 or nothing may be drawn, the most likely."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    highest, token = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
+    if temperature > 0:
+        least = least_scaled(tl.load(min_p + slot))
+        cut = tl.load(cuts + row) if CUT else 0
+        seed, position, choice = tl.load(seeds + slot), tl.load(positions + row), tl.load(choices + slot)
+        index = tl.arange(0, PADDED_BLOCKS)
+        about = tl.load(rough + row * num_blocks + index, mask=index < num_blocks, other=float("-inf"))
+        could_win = (about >= tl.max(about, 0) - SCORE_ERROR) & (about > float("-inf"))
+        block = tl.min(tl.where(could_win, index, num_blocks), 0)
+        score = float("-inf")
+        while block < num_blocks:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            z = scaled(logits + row * stride, ids, vocab_size, highest, temperature)
+            may_be_drawn = (place_of(z, ids) >= cut) & (z >= least)
+            noisy = tl.where(may_be_drawn, z + exact_gumbel(word_of(ids, seed, position, choice)), float("-inf"))
+            top = tl.max(noisy, 0)
+            token = tl.where(top > score, tl.min(tl.where(noisy == top, ids, vocab_size), 0), token)
+            score = tl.maximum(top, score)
+            block = tl.min(tl.where(could_win & (index > block), index, num_blocks), 0)
+    tl.store(tokens + row, token.to(tl.int64))
