@@ -9,7 +9,7 @@ so what top-k and top-p leave is "every place from a cut on", ties at the bounda
 
     best_of_part            max l and its lowest id, of each part      greedy rows: best_of_row, and done
     penalise, bias          before that, if any row has them
-    weigh_pivots            the weight from 16 pivots of z on; thrice: where the cut lies, within 27 / 16^3
+    weigh_pivots            the weight from 16 pivots of z on; again between two of them, until few tokens are left
     gather, find_cut        the places in between, of which one is the cut, exactly
     draw_from_part          z + g of all tokens that may be drawn, roughly
     draw_from_row           z + g exactly, of the few blocks that hold the largest
@@ -40,16 +40,17 @@ SCORE_ERROR = tl.constexpr(1e-3)  # more than ``rough_gumbel`` is off
 
 @triton.jit(do_not_specialize=["part_size"])
 def best_of_part_kernel(
-    logits, invalid, best, best_id, fine, stride, vocab_size, part_size,
-    INVALID: tl.constexpr, HIDE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, invalid, best, best_id, fine, lowest, stride, vocab_size, part_size,
+    INVALID: tl.constexpr, DRAW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and part. ``HIDE`` writes -inf for invalid tokens."""
+    """One program a row and part. ``DRAW`` gives the lowest logit too, and writes -inf for invalid tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = part * part_size
     last = tl.minimum(first + part_size, vocab_size)
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     where = first + lane
+    bottom = tl.full([BLOCK], float("inf"), tl.float32)
     all_fine = tl.full([BLOCK], 1, tl.int32)
     for start in range(first, last, BLOCK):
         ids = start + lane
@@ -60,16 +61,20 @@ def best_of_part_kernel(
         if INVALID:
             hidden = tl.load(invalid + ids, mask=exists, other=0) != 0
             value = tl.where(hidden, float("-inf"), value)
-            if HIDE:
+            if DRAW:
                 tl.store(logits + row * stride + ids, value, mask=hidden)
         better = value > top
         top = tl.where(better, value, top)
         where = tl.where(better, ids, where)
+        if DRAW:
+            bottom = tl.where((value > float("-inf")) & (value < bottom), value, bottom)
     highest = tl.max(top, 0)
     at = row * tl.num_programs(1) + part
     tl.store(best + at, highest)
     tl.store(best_id + at, tl.min(tl.where(top == highest, where, vocab_size), 0))
     tl.store(fine + at, tl.min(all_fine, 0))
+    if DRAW:
+        tl.store(lowest + at, tl.min(bottom, 0))
 
 
 @triton.jit
@@ -137,10 +142,15 @@ def bias_kernel(logits, slots, bias_ids, bias_values, stride, WIDTH: tl.constexp
 
 
 @triton.jit
-def scaled(logits, ids, last, highest, temperature):
-    """z = (l - max l) / T; -inf from ``last`` on."""
-    value = tl.load(logits + ids, mask=ids < last, other=float("-inf"))
+def scale(value, highest, temperature):
+    """z = (l - max l) / T."""
     return tl.div_rn(value - tl.minimum(tl.maximum(highest, -LARGEST), LARGEST), temperature)
+
+
+@triton.jit
+def scaled(logits, ids, last, highest, temperature):
+    """z of some tokens; -inf from ``last`` on."""
+    return scale(tl.load(logits + ids, mask=ids < last, other=float("-inf")), highest, temperature)
 
 
 @triton.jit
@@ -177,28 +187,52 @@ def pivots_between(low, high):
 
 
 @triton.jit
-def bracket(sums, limit, row, num_rows, num_parts, num_rounds, MASS: tl.constexpr, PADDED_PARTS: tl.constexpr):
-    """[low, high): z of the last token that is kept, as far as that many rounds of sums tell. ``find_cut`` checks it."""
+def bracket(
+    sums, limit, few, low, row, num_rows, num_parts, num_rounds, MASS: tl.constexpr, ROOM: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """What that many rounds tell of z of the last token kept: it is in [low, high), and whether few tokens are.
+
+    Float32 sums may mislead, which costs time, not truth: ``find_cut`` checks. Once tokens are few, there are no sums.
+    """
     part = tl.arange(0, PADDED_PARTS)[:, None]
     pivot = tl.arange(0, NUM_PIVOTS)[None, :]
-    low, high, needed = tl.full([], FLOOR, tl.float32), tl.full([], 1.0, tl.float32), limit.to(tl.float32)
+    high, needed = tl.full([], 1.0, tl.float32), limit.to(tl.float32)
+    from_low, from_high = tl.full([], float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
     for index in range(num_rounds):
-        at = ((index * num_rows + row) * num_parts + part) * NUM_PIVOTS + pivot
-        from_pivot = tl.sum(tl.load(sums + at, mask=part < num_parts, other=0.0), 0)
-        if MASS:
-            needed = tl.where(index == 0, limit.to(tl.float32) * tl.max(from_pivot, 0), needed)
-            needed = tl.maximum(needed, 1.0 / FIXED_POINT)  # p = 0 wants the most likely token
-        pivots = pivots_between(low, high)
-        new_low = tl.max(tl.where(from_pivot >= needed * (1 + SUM_ERROR), pivots, low), 0)
-        high = tl.min(tl.where(from_pivot < needed * (1 - SUM_ERROR), pivots, high), 0)
-        low = new_low
-    return low, high
+        if few == 0:
+            at = ((index * num_rows + row) * num_parts + part) * NUM_PIVOTS + pivot
+            weight = tl.sum(tl.load(sums + at, mask=part < num_parts, other=0.0), 0)  # from each pivot on
+            if index == 0:
+                from_low = tl.max(weight, 0)
+                if MASS:  # p = 0 wants the most likely token
+                    needed = tl.maximum(needed * from_low, 1.0 / FIXED_POINT)
+            pivots = pivots_between(low, high)
+            enough, short = weight >= needed * (1 + SUM_ERROR), weight < needed * (1 - SUM_ERROR)
+            low = tl.max(tl.where(enough, pivots, low), 0)
+            high = tl.min(tl.where(short, pivots, high), 0)
+            from_low = tl.min(tl.where(enough, weight, from_low), 0)
+            from_high = tl.max(tl.where(short, weight, from_high), 0)
+            each_at_least = tl.exp(low) if MASS else 1.0
+            few = (from_low - from_high <= ROOM * each_at_least).to(tl.int32)
+    return low, high, few
+
+
+@triton.jit
+def first_bracket(lowest, top_k, slot, row, highest, temperature, num_parts, MASS: tl.constexpr, ROOM: tl.constexpr,
+                  PADDED_PARTS: tl.constexpr):  # fmt: skip
+    """The least z of a row, and whether so few tokens are left that there is nothing to narrow."""
+    part = tl.arange(0, PADDED_PARTS)
+    bottom = tl.min(tl.load(lowest + row * num_parts + part, mask=part < num_parts, other=float("inf")), 0)
+    few = (tl.load(top_k + slot) <= ROOM).to(tl.int32) if MASS else 0
+    return tl.maximum(scale(bottom, highest, temperature), FLOOR), few
 
 
 @triton.jit(do_not_specialize=["part_size", "num_rows", "num_parts", "num_rounds"])
 def weigh_pivots_kernel(
-    logits, slots, temperatures, limits, best, best_id, cuts, sums, stride, vocab_size, part_size, num_rows, num_parts,
-    num_rounds, MASS: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+    logits, slots, temperatures, limits, top_k, best, best_id, cuts, lowest, sums, stride, vocab_size, part_size,
+    num_rows, num_parts, num_rounds,
+    MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row and part: the weight from each pivot on, pivots between the bounds of the rounds before."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -207,26 +241,31 @@ def weigh_pivots_kernel(
     limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
     if on:
         highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
-        low, high = bracket(sums, limit, row, num_rows, num_parts, num_rounds, MASS, PADDED_PARTS)
-        pivots = pivots_between(low, high)
-        cut = tl.load(cuts + row)
-        last = tl.minimum((part + 1) * part_size, vocab_size)
-        total = tl.zeros([NUM_PIVOTS, BLOCK], tl.float32)
-        for start in range(part * part_size, last, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            z = scaled(logits + row * stride, ids, last, highest, temperature)
-            z = tl.where(place_of(z, ids) >= cut, z, float("-inf"))
-            if tl.max(z, 0) >= low:
+        low, few = first_bracket(
+            lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS
+        )
+        low, high, few = bracket(
+            sums, limit, few, low, row, num_rows, num_parts, num_rounds, MASS, ROOM, PADDED_PARTS
+        )
+        if few == 0:
+            pivots = pivots_between(low, high)
+            cut = tl.load(cuts + row)
+            last = tl.minimum((part + 1) * part_size, vocab_size)
+            total = tl.zeros([NUM_PIVOTS, BLOCK], tl.float32)
+            for start in range(part * part_size, last, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                z = scaled(logits + row * stride, ids, last, highest, temperature)
+                z = tl.where(place_of(z, ids) >= cut, z, float("-inf"))
                 weight = tl.exp(z) if MASS else tl.full([BLOCK], 1.0, tl.float32)
                 total += tl.where(z[None, :] >= pivots[:, None], weight[None, :], 0.0)
-        at = ((num_rounds * num_rows + row) * num_parts + part) * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS)
-        tl.store(sums + at, tl.sum(total, 1))
+            at = ((num_rounds * num_rows + row) * num_parts + part) * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS)
+            tl.store(sums + at, tl.sum(total, 1))
 
 
 @triton.jit(do_not_specialize=["part_size", "num_rows", "num_parts"])
 def gather_kernel(
-    logits, slots, temperatures, limits, best, best_id, cuts, sums, places, num_places, totals, above, stride,
-    vocab_size, part_size, num_rows, num_parts,
+    logits, slots, temperatures, limits, top_k, best, best_id, cuts, lowest, sums, places, num_places, totals, above,
+    stride, vocab_size, part_size, num_rows, num_parts,
     MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row and part: the places between the bounds, as many as there is room for, in any order; and the
@@ -237,7 +276,12 @@ def gather_kernel(
     limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
     if on:
         highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
-        low, high = bracket(sums, limit, row, num_rows, num_parts, NUM_ROUNDS, MASS, PADDED_PARTS)
+        low, few = first_bracket(
+            lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS
+        )
+        low, high, _ = bracket(
+            sums, limit, few, low, row, num_rows, num_parts, NUM_ROUNDS, MASS, ROOM, PADDED_PARTS
+        )
         cut = tl.load(cuts + row)
         last = tl.minimum((part + 1) * part_size, vocab_size)
         total, total_above = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -260,8 +304,8 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def find_cut_kernel(
-    logits, slots, temperatures, limits, best, best_id, cuts, places, num_places, totals, above, stride, vocab_size,
-    num_parts, MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
+    logits, slots, temperatures, limits, top_k, best, best_id, cuts, places, num_places, totals, above, stride,
+    vocab_size, num_parts, MASS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the highest cut from which on there is enough weight, bit by bit.
 
@@ -309,9 +353,18 @@ def find_cut_kernel(
 
 @triton.jit
 def word_of(ids, seed, position, choice):
-    """The word that a token's noise is made of: uint32, as ``mini_infer.sampling.noise`` has it."""
-    word, _, _, _ = tl.philox(seed, ids, position.to(tl.uint32), choice.to(tl.uint32), ids * 0)
-    return word
+    """The word that a token's noise is made of: uint32, as ``mini_infer.sampling.noise`` has it.
+
+    ``tl.philox`` gives the same; there each product takes two multiplications, of its high word and of its low word.
+    """
+    x0, x1, x2, x3 = ids.to(tl.uint32), position.to(tl.uint32), choice.to(tl.uint32), choice.to(tl.uint32) * 0
+    key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        product0, product1 = x0.to(tl.uint64) * 0xD2511F53, x2.to(tl.uint64) * 0xCD9E8D57
+        x0, x2 = (product1 >> 32).to(tl.uint32) ^ x1 ^ key0, (product0 >> 32).to(tl.uint32) ^ x3 ^ key1
+        x1, x3 = product1.to(tl.uint32), product0.to(tl.uint32)
+        key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
+    return x0
 
 
 @triton.jit

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mini_infer.sampling.state import SamplingState
 
 _BLOCK = 1024
-_PIVOTS_BLOCK = 512  # times 16 pivots, in registers
+_PIVOTS_BLOCK = 256  # times 16 pivots, in registers
 _PROGRAMS = 1024  # that keep a large card busy
 _ROOM = 4096  # places between the bounds of a cut; with more, a row is searched whole
 _ALL_VOCABULARIES = 1 << 22  # tokens that a place has room for
@@ -53,7 +53,7 @@ class DeviceSampler(Sampler):
     def greedy(self, logits: torch.Tensor, invalid_token_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Sampler.greedy``."""
         parts = _Parts.of(logits)
-        return self._most_likely(self._best_of_parts(logits, parts, invalid_token_ids, hide=False), logits, parts)
+        return self._most_likely(self._best_of_parts(logits, parts, invalid_token_ids, draw=False), logits, parts)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> torch.Tensor:
         """See ``Sampler.sample``."""
@@ -64,7 +64,7 @@ class DeviceSampler(Sampler):
             kernels.bias_kernel[parts.rows,](
                 logits, rows.slots, state.bias_token_ids, state.bias_values, logits.stride(0), WIDTH=MAX_LOGIT_BIAS
             )
-        best = self._best_of_parts(logits, parts, state.invalid_token_ids, hide=True)
+        best = self._best_of_parts(logits, parts, state.invalid_token_ids, draw=True)
         if state.sampled_slots.isdisjoint(slots):
             return self._most_likely(best, logits, parts)[0]
         draw = _Draw(logits, rows, state, parts, best)
@@ -75,25 +75,25 @@ class DeviceSampler(Sampler):
         return draw.tokens()
 
     def _best_of_parts(
-        self, logits: torch.Tensor, parts: _Parts, invalid_token_ids: torch.Tensor | None, hide: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each part of a row: the largest logit, its lowest id, and whether all are finite."""
-        best = torch.empty(parts.grid, dtype=torch.float32, device=logits.device)
+        self, logits: torch.Tensor, parts: _Parts, invalid_token_ids: torch.Tensor | None, draw: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Of each part of a row: the largest logit, its lowest id, whether all are finite, and the lowest logit."""
+        best, lowest = torch.empty((2, *parts.grid), dtype=torch.float32, device=logits.device)
         best_id, fine = torch.empty((2, *parts.grid), dtype=torch.int32, device=logits.device)
         mask = None if invalid_token_ids is None else self._mask(invalid_token_ids, logits.shape[1])
         kernels.best_of_part_kernel[parts.grid](
-            logits, logits if mask is None else mask, best, best_id, fine, logits.stride(0), logits.shape[1], parts.size,
-            INVALID=mask is not None, HIDE=hide, BLOCK=_BLOCK, num_warps=4,
+            logits, logits if mask is None else mask, best, best_id, fine, lowest, logits.stride(0),
+            logits.shape[1], parts.size, INVALID=mask is not None, DRAW=draw, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-        return best, best_id, fine
+        return best, best_id, fine, lowest
 
     def _most_likely(
-        self, best: tuple[torch.Tensor, torch.Tensor, torch.Tensor], logits: torch.Tensor, parts: _Parts
+        self, best: tuple[torch.Tensor, ...], logits: torch.Tensor, parts: _Parts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.empty(parts.rows, dtype=torch.int64, device=logits.device)
         ok = torch.empty(parts.rows, dtype=torch.bool, device=logits.device)
         kernels.best_of_row_kernel[parts.rows,](
-            *best, tokens, ok, parts.count, logits.shape[1], PADDED_PARTS=parts.padded, num_warps=1
+            *best[:3], tokens, ok, parts.count, logits.shape[1], PADDED_PARTS=parts.padded, num_warps=1
         )
         return tokens, ok
 
@@ -126,11 +126,11 @@ class _Draw:
         rows: SamplingRows,
         state: "SamplingState",
         parts: _Parts,
-        best: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        best: tuple[torch.Tensor, ...],
     ) -> None:
         assert state.vocab_size <= _ALL_VOCABULARIES
         self._logits, self._rows, self._state, self._parts = logits, rows, state, parts
-        self._best = best[:2]
+        self._best, self._lowest = best[:2], best[3]
         self._cuts: torch.Tensor | None = None  # [rows] int64, the place from which on tokens are kept
 
     def cut(self, limits: torch.Tensor, mass: bool) -> None:
@@ -147,21 +147,21 @@ class _Draw:
         places = self._empty(parts.rows, _ROOM, dtype=torch.int64)
         num_places = self._empty(parts.rows, dtype=torch.int32).zero_()
         totals, above = self._empty(2, *parts.grid, dtype=torch.int64)
-        about = (self._logits, self._rows.slots, state.temperature, limits, *self._best, self._cuts)
+        about = (self._logits, self._rows.slots, state.temperature, limits, state.top_k, *self._best, self._cuts)
         shape = (self._logits.stride(0), state.vocab_size)
-        fixed: dict[str, Any] = {"MASS": mass, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False}
+        fixed: dict[str, Any] = {"MASS": mass, "ROOM": _ROOM, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False}
         for num_rounds in range(kernels.NUM_ROUNDS.value):
             kernels.weigh_pivots_kernel[parts.grid](
-                *about, sums, *shape, parts.size, parts.rows, parts.count, num_rounds,
+                *about, self._lowest, sums, *shape, parts.size, parts.rows, parts.count, num_rounds,
                 BLOCK=_PIVOTS_BLOCK, num_warps=4, **fixed,
             )  # fmt: skip
         kernels.gather_kernel[parts.grid](
-            *about, sums, places, num_places, totals, above, *shape, parts.size, parts.rows, parts.count,
-            ROOM=_ROOM, BLOCK=_BLOCK, num_warps=4, **fixed,
+            *about, self._lowest, sums, places, num_places, totals, above, *shape, parts.size, parts.rows, parts.count,
+            BLOCK=_BLOCK, num_warps=4, **fixed,
         )  # fmt: skip
         kernels.find_cut_kernel[parts.rows,](
             *about, places, num_places, totals, above, *shape, parts.count,
-            ROOM=_ROOM, BLOCK=_BLOCK, num_warps=8, **fixed,
+            BLOCK=_BLOCK, num_warps=8, **fixed,
         )  # fmt: skip
 
     def tokens(self) -> torch.Tensor:
