@@ -219,8 +219,10 @@ def bracket(
 
 
 @triton.jit
-def first_bracket(lowest, top_k, slot, row, highest, temperature, num_parts, MASS: tl.constexpr, ROOM: tl.constexpr,
-                  PADDED_PARTS: tl.constexpr):  # fmt: skip
+def first_bracket(
+    lowest, top_k, slot, row, highest, temperature, num_parts, MASS: tl.constexpr, ROOM: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+):  # fmt: skip
     """The least z of a row, and whether so few tokens are left that there is nothing to narrow."""
     part = tl.arange(0, PADDED_PARTS)
     bottom = tl.min(tl.load(lowest + row * num_parts + part, mask=part < num_parts, other=float("inf")), 0)
@@ -241,12 +243,8 @@ def weigh_pivots_kernel(
     limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
     if on:
         highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
-        low, few = first_bracket(
-            lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS
-        )
-        low, high, few = bracket(
-            sums, limit, few, low, row, num_rows, num_parts, num_rounds, MASS, ROOM, PADDED_PARTS
-        )
+        low, few = first_bracket(lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS)
+        low, high, few = bracket(sums, limit, few, low, row, num_rows, num_parts, num_rounds, MASS, ROOM, PADDED_PARTS)
         if few == 0:
             pivots = pivots_between(low, high)
             cut = tl.load(cuts + row)
@@ -276,12 +274,8 @@ def gather_kernel(
     limit, on = limit_of(limits, slot, temperature, vocab_size, MASS)
     if on:
         highest, _ = best_of(best, best_id, row, num_parts, vocab_size, PADDED_PARTS)
-        low, few = first_bracket(
-            lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS
-        )
-        low, high, _ = bracket(
-            sums, limit, few, low, row, num_rows, num_parts, NUM_ROUNDS, MASS, ROOM, PADDED_PARTS
-        )
+        low, few = first_bracket(lowest, top_k, slot, row, highest, temperature, num_parts, MASS, ROOM, PADDED_PARTS)
+        low, high, _ = bracket(sums, limit, few, low, row, num_rows, num_parts, NUM_ROUNDS, MASS, ROOM, PADDED_PARTS)
         cut = tl.load(cuts + row)
         last = tl.minimum((part + 1) * part_size, vocab_size)
         total, total_above = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)

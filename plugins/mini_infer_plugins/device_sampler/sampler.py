@@ -1,11 +1,12 @@
 """DeviceSampler: the reference's tokens in a few launches, no vocabulary sorted, nothing waited for.
 
 Contract: tokens are the reference's: ties go to the lowest id, and bfloat16 logits compare as the float32 numbers that
-they are. Which kernels a step needs is known from the host's sets of slots; which rows of it they are about, the kernels
-read on the device. Scratch memory is at most 32 KiB a row and a twentieth of that for the rest.
+they are. Which kernels a step needs is known from the host's sets of slots; which of its rows they are about, they read
+on the device. Scratch memory is under 70 KiB a row, a tenth of its logits.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,7 +25,8 @@ _ROOM = 4096  # places between the bounds of a cut; with more, a row is searched
 _ALL_VOCABULARIES = 1 << 22  # tokens that a place has room for
 
 
-class _Parts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Parts:
     """How the rows of a step are cut: the same for all of its kernels."""
 
     rows: int
