@@ -1,4 +1,4 @@
-"""``python -m benchmarks gpu``: the rows of one GPU, where a step's time goes, and attention beside FlashAttention-3.
+"""``python -m benchmarks gpu``: the rows of one GPU, where a step's time goes, attention and drawing alone.
 
 python -m benchmarks gpu rows qwen2.5-7b --engine mini-infer --json ours.json
 python -m benchmarks gpu rows qwen2.5-7b --engine vllm --json vllm.json
@@ -6,6 +6,7 @@ python -m benchmarks gpu compare ours.json vllm.json
 python -m benchmarks gpu arrivals qwen2.5-7b --json arrivals.json
 python -m benchmarks gpu breakdown qwen2.5-7b --batch 1 --batch 64 --json breakdown.json
 python -m benchmarks gpu attention --json attention.json
+python -m benchmarks gpu sampler --json sampler.json
 """
 
 import json
@@ -131,3 +132,15 @@ def attention(prefill: bool, target: Path) -> None:
     for name, cell in figures.items():
         click.echo(f"{name:16} " + "  ".join(f"{engine} {value:.1f}" for engine, value in cell.items()))
     _write(target, "attention", None, figures)
+
+
+@gpu.command("sampler")
+@JSON
+def sampler(target: Path) -> None:
+    """Drawing tokens of 152,064 by device-sampler, by the reference's operators, and a sort of the logits."""
+    from benchmarks.gpu_sampler import cells
+
+    figures = cells()
+    for name, cell in figures.items():
+        click.echo(f"{name:26} " + "  ".join(f"{way} {value:.1f}" for way, value in cell.items()))
+    _write(target, "sampler", None, figures)

@@ -27,10 +27,10 @@ def decode_cells() -> dict[str, dict[str, float]]:
         table = (torch.randperm(rows * blocks, device="cuda") + 1).to(torch.int32).view(rows, blocks)
         query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         lens = torch.full((rows,), length, device="cuda", dtype=torch.int32)
-        cell = {"ours": _graph_time(_ours(query, caches, table, lens, length)) / layers}
+        cell = {"ours": graph_time(_ours(query, caches, table, lens, length)) / layers}
         flash = _flash(query, caches, table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _graph_time(flash) / layers
+            cell["flash-attention-3"] = graph_time(flash) / layers
         cell["limit"] = rows * length * KV_HEADS * DIM * 4 / 4.3e6
         cells[f"{rows} x {length}"] = cell
     return cells
@@ -50,11 +50,13 @@ def prefill_cells() -> dict[str, dict[str, float]]:
         lens = torch.full((1,), length, device="cuda", dtype=torch.int32)
         key, value = torch.randn(2, 1, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
         turned = query.transpose(0, 1)[None].contiguous()
-        cell = {"ours": _time(_ours(query, [cache], table, lens, length, flash=False))}
+        cell = {"ours": event_time(_ours(query, [cache], table, lens, length, flash=False))}
         flash = _flash(query, [cache], table, lens, length)
         if flash is not None:
-            cell["flash-attention-3"] = _time(flash)
-        cell["torch"] = _time(lambda q=turned, k=key, v=value: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            cell["flash-attention-3"] = event_time(flash)
+        cell["torch"] = event_time(
+            lambda q=turned, k=key, v=value: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
         cells[f"prompt {length}"] = cell
     return cells
 
@@ -126,7 +128,7 @@ def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Calla
     return run
 
 
-def _graph_time(work: Callable[[], Any]) -> float:
+def graph_time(work: Callable[[], Any]) -> float:
     """Microseconds of one replay."""
     import torch
 
@@ -135,10 +137,10 @@ def _graph_time(work: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return _time(graph.replay)
+    return event_time(graph.replay)
 
 
-def _time(work: Callable[[], Any], repeats: int = 5) -> float:
+def event_time(work: Callable[[], Any], repeats: int = 5) -> float:
     """Microseconds, best of three."""
     import torch
 

@@ -18,4 +18,5 @@ done
 ours 120 python3 -m benchmarks gpu arrivals "$MODEL" --json "$OUT/$MODEL-arrivals.json"
 ours 120 python3 -m benchmarks gpu breakdown "$MODEL" --json "$OUT/$MODEL-breakdown.json"
 ours 120 python3 -m benchmarks gpu attention --json "$OUT/attention.json"
+ours 120 python3 -m benchmarks gpu sampler --json "$OUT/sampler.json"
 if [ -f "$OUT/$MODEL-vllm.json" ]; then ours 60 python3 -m benchmarks gpu compare "$OUT/$MODEL-mini-infer.json" "$OUT/$MODEL-vllm.json"; fi

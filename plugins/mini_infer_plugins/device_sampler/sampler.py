@@ -13,7 +13,7 @@ import triton
 
 from mini_infer.interfaces.sampler import Sampler, SamplingRows
 from mini_infer.sampling_params import MAX_LOGIT_BIAS
-from mini_infer_plugins.device_sampler import kernels
+from mini_infer_plugins.device_sampler import cut_kernels, kernels
 
 if TYPE_CHECKING:
     from mini_infer.sampling.state import SamplingState
@@ -145,23 +145,23 @@ class _Draw:
         parts, state = self._parts, self._state
         if self._cuts is None:
             self._cuts = self._empty(parts.rows, dtype=torch.int64).zero_()
-        sums = self._empty(kernels.NUM_ROUNDS.value, *parts.grid, kernels.NUM_PIVOTS.value, dtype=torch.float32)
+        sums = self._empty(cut_kernels.NUM_ROUNDS.value, *parts.grid, cut_kernels.NUM_PIVOTS.value, dtype=torch.float32)
         places = self._empty(parts.rows, _ROOM, dtype=torch.int64)
         num_places = self._empty(parts.rows, dtype=torch.int32).zero_()
         totals, above = self._empty(2, *parts.grid, dtype=torch.int64)
         about = (self._logits, self._rows.slots, state.temperature, limits, state.top_k, *self._best, self._cuts)
         shape = (self._logits.stride(0), state.vocab_size)
         fixed: dict[str, Any] = {"MASS": mass, "ROOM": _ROOM, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False}
-        for num_rounds in range(kernels.NUM_ROUNDS.value):
-            kernels.weigh_pivots_kernel[parts.grid](
+        for num_rounds in range(cut_kernels.NUM_ROUNDS.value):
+            cut_kernels.weigh_pivots_kernel[parts.grid](
                 *about, self._lowest, sums, *shape, parts.size, parts.rows, parts.count, num_rounds,
                 BLOCK=_PIVOTS_BLOCK, num_warps=4, **fixed,
             )  # fmt: skip
-        kernels.gather_kernel[parts.grid](
+        cut_kernels.gather_kernel[parts.grid](
             *about, self._lowest, sums, places, num_places, totals, above, *shape, parts.size, parts.rows, parts.count,
             BLOCK=_BLOCK, num_warps=4, **fixed,
         )  # fmt: skip
-        kernels.find_cut_kernel[parts.rows,](
+        cut_kernels.find_cut_kernel[parts.rows,](
             *about, places, num_places, totals, above, *shape, parts.count,
             BLOCK=_BLOCK, num_warps=8, **fixed,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mini_infer.interfaces import SamplingParams
+from mini_infer.interfaces import SamplingParams, SamplingRows
 from mini_infer.sampling.noise import gumbel
 from mini_infer.sampling.sampler import ReferenceSampler
 from mini_infer.sampling.state import SamplingState
@@ -215,7 +215,7 @@ def test_the_host_never_waits() -> None:
     cases = [Case(logits_of(5000), params, seed=seed, drafts=(1, 2)) for seed in range(4)]
     state, mine = state_of(cases, DEVICE, num_valid=4990), DeviceSampler()
     logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(DEVICE)
-    rows = sampler.SamplingRows(
+    rows = SamplingRows(
         slots=torch.arange(4, device=DEVICE),
         positions=torch.full((4,), 3, device=DEVICE),
         drafts_before=torch.tensor([[1, 2]] * 4, device=DEVICE),
