@@ -80,8 +80,9 @@ class DeviceSampler(Sampler):
         self, logits: torch.Tensor, parts: _Parts, invalid_token_ids: torch.Tensor | None, draw: bool
     ) -> tuple[torch.Tensor, ...]:
         """Of each part of a row: the largest logit, its lowest id, whether all are finite, and the lowest logit."""
-        best, lowest = torch.empty((2, *parts.grid), dtype=torch.float32, device=logits.device)
-        best_id, fine = torch.empty((2, *parts.grid), dtype=torch.int32, device=logits.device)
+        best = torch.empty(parts.grid, dtype=torch.float32, device=logits.device)
+        lowest = torch.empty_like(best)
+        best_id, fine = torch.empty_like(best, dtype=torch.int32), torch.empty_like(best, dtype=torch.int32)
         mask = None if invalid_token_ids is None else self._mask(invalid_token_ids, logits.shape[1])
         kernels.best_of_part_kernel[parts.grid](
             logits, logits if mask is None else mask, best, best_id, fine, lowest, logits.stride(0),
@@ -148,7 +149,7 @@ class _Draw:
         sums = self._empty(cut_kernels.NUM_ROUNDS.value, *parts.grid, cut_kernels.NUM_PIVOTS.value, dtype=torch.float32)
         places = self._empty(parts.rows, _ROOM, dtype=torch.int64)
         num_places = self._empty(parts.rows, dtype=torch.int32).zero_()
-        totals, above = self._empty(2, *parts.grid, dtype=torch.int64)
+        totals, above = (self._empty(*parts.grid, dtype=torch.int64) for _ in range(2))
         about = (self._logits, self._rows.slots, state.temperature, limits, state.top_k, *self._best, self._cuts)
         shape = (self._logits.stride(0), state.vocab_size)
         fixed: dict[str, Any] = {"MASS": mass, "ROOM": _ROOM, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False}
@@ -174,7 +175,7 @@ class _Draw:
         tokens = self._empty(parts.rows, dtype=torch.int64)
         about = (
             self._logits, rows.slots, rows.positions, state.temperature, state.min_p, state.seeds, state.choices,
-            *self._best, rows.slots if self._cuts is None else self._cuts, rough,
+            *self._best, rough if self._cuts is None else self._cuts, rough,
         )  # fmt: skip
         shape = (self._logits.stride(0), state.vocab_size)
         fixed: dict[str, Any] = {
