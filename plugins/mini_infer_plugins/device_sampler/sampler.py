@@ -59,6 +59,10 @@ class DeviceSampler(Sampler):
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> torch.Tensor:
         """See ``Sampler.sample``."""
+        return self.prepare(logits, rows, state).tokens()
+
+    def prepare(self, logits: torch.Tensor, rows: SamplingRows, state: "SamplingState") -> "Draw":
+        """All but the draw itself: logits adjusted in place, and which tokens may be drawn."""
         slots, parts = rows.slots_host, _Parts.of(logits)
         if not state.penalty_slots.isdisjoint(slots):
             _penalise(logits, rows, state, parts)
@@ -67,14 +71,12 @@ class DeviceSampler(Sampler):
                 logits, rows.slots, state.bias_token_ids, state.bias_values, logits.stride(0), WIDTH=MAX_LOGIT_BIAS
             )
         best = self._best_of_parts(logits, parts, state.invalid_token_ids, draw=True)
-        if state.sampled_slots.isdisjoint(slots):
-            return self._most_likely(best, logits, parts)[0]
-        draw = _Draw(logits, rows, state, parts, best)
+        draw = Draw(logits, rows, state, parts, best)
         if not state.top_k_slots.keys().isdisjoint(slots):
             draw.cut(state.top_k, mass=False)
         if not state.top_p_slots.isdisjoint(slots):
             draw.cut(state.top_p, mass=True)
-        return draw.tokens()
+        return draw
 
     def _best_of_parts(
         self, logits: torch.Tensor, parts: _Parts, invalid_token_ids: torch.Tensor | None, draw: bool
@@ -120,8 +122,12 @@ def _penalise(logits: torch.Tensor, rows: SamplingRows, state: "SamplingState", 
     )  # fmt: skip
 
 
-class _Draw:
-    """One step's draw: logits adjusted, their maxima known."""
+class Draw:
+    """One step's draw: logits adjusted, their maxima known.
+
+    Attributes:
+        cuts: [rows] int64, the place from which on tokens are kept; None if no row has top-k or top-p.
+    """
 
     def __init__(
         self,
@@ -134,7 +140,7 @@ class _Draw:
         assert state.vocab_size <= _ALL_VOCABULARIES
         self._logits, self._rows, self._state, self._parts = logits, rows, state, parts
         self._best, self._lowest = best[:2], best[3]
-        self._cuts: torch.Tensor | None = None  # [rows] int64, the place from which on tokens are kept
+        self.cuts: torch.Tensor | None = None
 
     def cut(self, limits: torch.Tensor, mass: bool) -> None:
         """Keep the first k tokens of a row, or the first that have p of the probability of those kept so far.
@@ -144,13 +150,13 @@ class _Draw:
             mass: whether they are p.
         """
         parts, state = self._parts, self._state
-        if self._cuts is None:
-            self._cuts = self._empty(parts.rows, dtype=torch.int64).zero_()
+        if self.cuts is None:
+            self.cuts = self._empty(parts.rows, dtype=torch.int64).zero_()
         sums = self._empty(cut_kernels.NUM_ROUNDS.value, *parts.grid, cut_kernels.NUM_PIVOTS.value, dtype=torch.float32)
         places = self._empty(parts.rows, _ROOM, dtype=torch.int64)
         num_places = self._empty(parts.rows, dtype=torch.int32).zero_()
         totals, above = (self._empty(*parts.grid, dtype=torch.int64) for _ in range(2))
-        about = (self._logits, self._rows.slots, state.temperature, limits, state.top_k, *self._best, self._cuts)
+        about = (self._logits, self._rows.slots, state.temperature, limits, state.top_k, *self._best, self.cuts)
         shape = (self._logits.stride(0), state.vocab_size)
         fixed: dict[str, Any] = {"MASS": mass, "ROOM": _ROOM, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False}
         for num_rounds in range(cut_kernels.NUM_ROUNDS.value):
@@ -175,13 +181,14 @@ class _Draw:
         tokens = self._empty(parts.rows, dtype=torch.int64)
         about = (
             self._logits, rows.slots, rows.positions, state.temperature, state.min_p, state.seeds, state.choices,
-            *self._best, rough if self._cuts is None else self._cuts, rough,
+            *self._best, rough if self.cuts is None else self.cuts, rough,
         )  # fmt: skip
         shape = (self._logits.stride(0), state.vocab_size)
         fixed: dict[str, Any] = {
-            "CUT": self._cuts is not None, "BLOCK": _BLOCK, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False,
+            "CUT": self.cuts is not None, "BLOCK": _BLOCK, "PADDED_PARTS": parts.padded, "enable_fp_fusion": False,
         }  # fmt: skip
-        kernels.draw_from_part_kernel[parts.grid](*about, *shape, parts.size, parts.count, num_blocks, **fixed)
+        if not state.sampled_slots.isdisjoint(rows.slots_host):
+            kernels.draw_from_part_kernel[parts.grid](*about, *shape, parts.size, parts.count, num_blocks, **fixed)
         kernels.draw_from_row_kernel[parts.rows,](
             *about, tokens, *shape, parts.count, num_blocks, PADDED_BLOCKS=triton.next_power_of_2(num_blocks), **fixed
         )

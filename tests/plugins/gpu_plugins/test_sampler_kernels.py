@@ -20,10 +20,18 @@ from mini_infer.interfaces import SamplingParams, SamplingRows
 from mini_infer.sampling.noise import gumbel
 from mini_infer.sampling.sampler import ReferenceSampler
 from mini_infer.sampling.state import SamplingState
+from mini_infer.sampling.truncation import truncate
 from mini_infer.testing.contracts import sampler_suite
 from mini_infer.testing.contracts.sampler import Case, random_case
 from mini_infer_plugins.device_sampler import sampler
-from mini_infer_plugins.device_sampler.kernels import SCORE_ERROR, exact_gumbel, rough_gumbel, word_of
+from mini_infer_plugins.device_sampler.kernels import (
+    FLOOR,
+    FLOOR_BITS,
+    SCORE_ERROR,
+    exact_gumbel,
+    rough_gumbel,
+    word_of,
+)
 from mini_infer_plugins.device_sampler.sampler import DeviceSampler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,6 +87,25 @@ def test_limits(limits: dict[str, float]) -> None:
     spread = logits_of(1500)
     kinds = [spread, np.round(spread), np.zeros_like(spread), np.where(np.arange(1500) == 700, 50.0, spread)]
     expect_the_reference([Case(k.astype(np.float32), params, seed=s) for s, k in enumerate(kinds)])
+
+
+@pytest.mark.parametrize("top_k", [1, 30, 1000, 1500])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999, 1.0])
+def test_the_tokens_kept_are_exactly_the_references(top_k: int, top_p: float) -> None:
+    """A few draws would not show a token too many or too few."""
+    params = [SamplingParams(top_k=top_k, top_p=top_p, temperature=t) for t in (0.5, 1.0, 3.0)]
+    cases = [Case(np.round(logits_of(1500, seed=s) * 8) / 8, p) for s, p in enumerate(params)]
+    state, logits = state_of(cases, DEVICE), torch.from_numpy(np.stack([case.logits for case in cases]))
+    slots = torch.arange(3, device=DEVICE)
+    draws = DeviceSampler().prepare(logits.to(DEVICE), SamplingRows(slots, slots, None, [0, 1, 2], [0] * 3), state)
+    cuts = torch.zeros(3, dtype=torch.int64) if draws.cuts is None else draws.cuts.cpu()
+
+    z = (logits - logits.amax(1, keepdim=True)) / state.temperature[:3, None].cpu()
+    limits = (state.top_k[:3].cpu(), state.top_p[:3].cpu(), torch.zeros(3))
+    ids, values, _ = truncate(z, *limits, num_candidates=1500)
+    expected = torch.zeros_like(z, dtype=torch.bool).scatter_(1, ids, values > -torch.inf) & (z >= FLOOR.value)
+    places = (FLOOR_BITS.value - z.abs().view(torch.int32).long() << 22) | (2**22 - 1 - torch.arange(1500))
+    assert torch.equal(places >= cuts[:, None], expected)
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 300}, {"top_p": 0.7}, {"top_k": 900, "top_p": 0.5}], ids=str)
