@@ -37,7 +37,7 @@ test-full: setup
 # Triton stays out of .venv: beside a CPU torch nothing needs it. Its interpreter wants a NumPy before 2.4.
 test-kernels: setup
 	test -d .kernels/triton || $(PIP) --no-deps --target .kernels triton==3.6.0 'numpy<2.4'
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=.kernels $(BIN)/python -m pytest tests/plugins/gpu_plugins/test_kernels.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=.kernels $(BIN)/python -m pytest tests/plugins/gpu_plugins/test_kernels.py tests/plugins/gpu_plugins/test_sampler_kernels.py
 
 lint: setup
 	$(BIN)/ruff check

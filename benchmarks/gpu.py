@@ -6,10 +6,11 @@ python -m benchmarks gpu arrivals qwen2.5-7b --engine mini-infer --json arrivals
 python -m benchmarks gpu breakdown qwen2.5-7b --json breakdown.json
 python -m benchmarks gpu attention --json attention.json
 python -m benchmarks gpu quality --json quality.json
+python -m benchmarks gpu sampler --json sampler.json
 python -m benchmarks gpu compare ours.json vllm.json arrivals.json breakdown.json attention.json quality.json
 python -m benchmarks gpu plot ours.json vllm.json --png gpu.png
 
-Every command but attention can be tried on a CPU: ``--device cpu``, and ``tiny`` for the model.
+Every command but attention and sampler can be tried on a CPU: ``--device cpu``, and ``tiny`` for the model.
 """
 
 import json
@@ -169,3 +170,15 @@ def plot(files: tuple[Path, ...], png: Path) -> None:
     from benchmarks.gpu_report import save_plot
 
     save_plot(_read(files), png)
+
+
+@gpu.command("sampler")
+@JSON
+def sampler(target: Path) -> None:
+    """Drawing tokens of 152,064 by device-sampler, by the reference's operators, and a sort of the logits."""
+    from benchmarks.gpu_sampler import cells
+
+    figures = cells()
+    for name, cell in figures.items():
+        click.echo(f"{name:26} " + "  ".join(f"{way} {value:.1f}" for way, value in cell.items()))
+    _write(target, "sampler", None, figures)

@@ -325,6 +325,24 @@ class MasksWithABigNumber(ReferenceSampler):
         return super().sample(logits.clamp(min=-5.0), rows, state)
 
 
+class GreedyLastOfEquals(ReferenceSampler):
+    def greedy(self, logits: torch.Tensor, invalid_token_ids: Any) -> Any:
+        tokens, ok = super().greedy(logits.flip(1), None)
+        return logits.shape[1] - 1 - tokens, ok
+
+
+class GreedyTrustsEveryRow(ReferenceSampler):
+    def greedy(self, logits: torch.Tensor, invalid_token_ids: Any) -> Any:
+        tokens, ok = super().greedy(logits, invalid_token_ids)
+        return tokens, ok | True
+
+
+class GreedyOfInvalidIds(ReferenceSampler):
+    def greedy(self, logits: torch.Tensor, invalid_token_ids: Any) -> Any:
+        return super().greedy(logits, None)
+
+
+GREEDY = "test_greedy_gives_the_lowest_id_of_the_largest_logit"
 DRAWS = "test_every_row_draws_what_the_definition_says"
 
 
@@ -336,6 +354,9 @@ DRAWS = "test_every_row_draws_what_the_definition_says"
         "rounds": (Rounds, DRAWS),
         "the last of equals": (LastOfEquals, DRAWS),
         "floats": (Floats, DRAWS),
+        "greedy, the last of equals": (GreedyLastOfEquals, GREEDY),
+        "greedy, no flags": (GreedyTrustsEveryRow, GREEDY),
+        "greedy, invalid ids": (GreedyOfInvalidIds, GREEDY),
         "a big number": (MasksWithABigNumber, "test_what_may_not_be_drawn_is_not_drawn"),
     }
 )

@@ -57,6 +57,8 @@ class Sampler(ABC):
     ) -> "tuple[torch.Tensor, torch.Tensor]":
         """What ``sample`` gives for rows at T = 0 without penalties or bias; asked when all rows of a step are so.
 
+        No host synchronisation. Ties go to the lowest id; a row that is not finite gives some id of the vocabulary.
+
         Args:
             logits: [num_rows, vocab_size] as the model gave them, in its dtype; may be overwritten.
             invalid_token_ids: ``SamplingState.invalid_token_ids``.

@@ -40,6 +40,10 @@ def requests() -> list[EngineRequest]:
                 temperature=float(index % 2),
                 max_tokens=rng.randint(1, 25),
                 repetition_penalty=1.2 if index % 3 == 0 else 1.0,
+                top_k=20 if index % 4 == 1 else 0,
+                top_p=0.9 if index % 8 > 4 else 1.0,
+                min_p=0.05 if index % 5 == 1 else 0.0,
+                logit_bias={7: 2.0} if index % 6 == 1 else {},
             ),
             seed=index,
         )

@@ -213,3 +213,24 @@ class SamplerSuite:
             params = SamplingParams(temperature=temperature)
             cases = [Case(row, params, seed=index) for index, row in enumerate(logits)]
             assert self.draw(sampler, cases) == left, "a masked token was drawn"
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_greedy_gives_the_lowest_id_of_the_largest_logit(self, dtype: torch.dtype) -> None:
+        """Also where ids are invalid, and where other rows are not finite; those are flagged."""
+        sampler, rng = self.make(), np.random.default_rng(0)
+        for vocab_size in self.vocab_sizes:
+            values = rng.integers(-9, 4, (7, vocab_size)).astype(np.float32)  # many ties
+            bad = {1: np.nan, 3: np.inf, 4: -np.inf}
+            for row, value in bad.items():
+                values[row, rng.integers(vocab_size)] = value
+            good = [row for row in range(len(values)) if row not in bad]
+            for invalid in ([], [0, vocab_size - 1], [int(values[0].argmax())]):
+                logits = torch.tensor(values, dtype=dtype, device=self.device)
+                ids = torch.tensor(invalid, device=self.device) if invalid else None
+                tokens, ok = sampler.greedy(logits, ids)
+                assert tokens.dtype == torch.int64 and ok.dtype == torch.bool, f"{tokens.dtype} and {ok.dtype}"
+                assert ok.tolist() == [row in good for row in range(len(values))], "the wrong rows are flagged"
+                allowed = values.copy()
+                allowed[:, invalid] = -np.inf
+                assert tokens[good].tolist() == allowed[good].argmax(axis=1).tolist(), "not the lowest of the largest"
+                assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size, "a token outside the vocabulary"
