@@ -33,22 +33,22 @@ class FixedAttention(AttentionBackend):
         tokens_after = batch.cu_seqlens_q[rows + 1] - 1 - torch.arange(num_tokens)
         self.last[:num_tokens, 0] = batch.seq_lens[rows] - 1 - tokens_after
 
-    def write_kv(self, layer, key, value, batch):
+    def write_kv(self, layer, query, key, value, batch):
         both = key if self.spec.kind == "latent" else torch.cat((key, value), dim=-1)
         layer.kv_cache.view(-1, *both.shape[1:])[batch.slot_mapping] = both
+        return query
 
-    def attend(self, layer, query, batch):
+    def attend(self, layer, query, batch, out=None):
         num_tokens = batch.shape.num_tokens
         seen = layer.kv_cache[self.table[:num_tokens]].flatten(1, 2)  # [num_tokens, slots, heads, numbers]
         unseen = torch.arange(seen.shape[1]) > self.last[:num_tokens]
-        seen = seen.masked_fill(unseen[..., None, None], 0).repeat_interleave(
-            layer.num_heads // self.spec.num_kv_heads, 2
-        )
+        group = layer.num_heads // self.spec.num_kv_heads
+        seen = seen.masked_fill(unseen[..., None, None], 0).repeat_interleave(group, 2)
         key, value = seen[..., : self.spec.head_dim], seen[..., -self.spec.v_head_dim :]
-        if self.spec.kind == "latent":
-            value = seen[..., : self.spec.v_head_dim]
+        value = seen[..., : self.spec.v_head_dim] if self.spec.kind == "latent" else value
         scores = torch.einsum("thd,tshd->ths", query, key) * layer.scale
-        return torch.einsum("ths,tshd->thd", scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1), value)
+        answer = torch.einsum("ths,tshd->thd", scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1), value)
+        return answer if out is None else out.copy_(answer)
 
 
 name = "two-groups"

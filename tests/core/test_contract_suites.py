@@ -74,8 +74,13 @@ class NanTimesNothing(ReferenceAttention):
 
 
 class MixesHeads(ReferenceAttention):
-    def attend(self, layer: Any, query: torch.Tensor, batch: Any) -> torch.Tensor:
+    def attend(self, layer: Any, query: torch.Tensor, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         return super().attend(layer, query.flip(1), batch).flip(1)
+
+
+class AnswersElsewhere(ReferenceAttention):
+    def attend(self, layer: Any, query: torch.Tensor, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().attend(layer, query, batch)
 
 
 class ForgetsTheWindow(ReferenceAttention):
@@ -87,11 +92,11 @@ class OneCacheForAll(ReferenceAttention):
     def bind(self, layer: Any) -> None:
         self.first = getattr(self, "first", layer)
 
-    def write_kv(self, layer: Any, key: torch.Tensor, value: torch.Tensor, batch: Any) -> None:
-        super().write_kv(self.first, key, value, batch)
+    def write_kv(self, layer: Any, query: Any, key: torch.Tensor, value: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().write_kv(self.first, query, key, value, batch)
 
-    def attend(self, layer: Any, query: torch.Tensor, batch: Any) -> torch.Tensor:
-        return super().attend(self.first, query, batch)
+    def attend(self, layer: Any, query: torch.Tensor, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().attend(self.first, query, batch, out)
 
 
 class WastesMemory(ReferenceAttention):
@@ -102,14 +107,14 @@ class WastesMemory(ReferenceAttention):
 class ReadsListsInAGraph(ReferenceAttention):
     capabilities = AttentionCapabilities(("cpu",), ("float32",), ("full",), graphs="decode")
 
-    def attend(self, layer: Any, query: torch.Tensor, batch: Any) -> torch.Tensor:
+    def attend(self, layer: Any, query: torch.Tensor, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         self.prepare(batch)
-        return super().attend(layer, query, replace(batch))
+        return super().attend(layer, query, replace(batch), out)
 
 
 class LeavesOutTheScale(ReferenceAttention):
-    def attend(self, layer: Any, query: torch.Tensor, batch: Any) -> torch.Tensor:
-        return super().attend(layer, query / layer.scale, batch)
+    def attend(self, layer: Any, query: torch.Tensor, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        return super().attend(layer, query / layer.scale, batch, out)
 
 
 @wrong(
@@ -119,6 +124,7 @@ class LeavesOutTheScale(ReferenceAttention):
         "prepares once": (PreparesOnce, "test_rows_of_every_kind_beside_each_other"),
         "NaN times nothing": (NanTimesNothing, "test_slots_past_the_end_do_not_matter"),
         "mixes heads": (MixesHeads, "test_rows_of_every_kind_beside_each_other"),
+        "answers elsewhere": (AnswersElsewhere, "test_attending_apart_from_writing"),
         "forgets the window": (ForgetsTheWindow, "test_rows_of_every_kind_beside_each_other"),
         "one cache for all layers": (OneCacheForAll, "test_rows_of_every_kind_beside_each_other"),
         "wastes memory": (WastesMemory, "test_caches_have_the_layout_that_copies_rely_on"),

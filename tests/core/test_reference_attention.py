@@ -74,7 +74,7 @@ def attend(
         if past := length - count:
             batch = pack_batch([(past, past)], [table], block_size, device=device)
             key, value = (tensor[:past].to(device, dtype) for tensor in kv)
-            backend.write_kv(layer, key, value, batch)
+            backend.write_kv(layer, key, key, value, batch)
     batch = pack_batch(rows.rows, tables, block_size, num_padding_rows=num_padding_rows, device=device)
     batch = replace(batch, seq_lens_host=[length + host_slack for length in batch.seq_lens_host])
 
@@ -83,8 +83,7 @@ def attend(
         return torch.cat([*fresh, torch.ones(num_padding_rows, *tensors[0].shape[1:])]).to(device, dtype)
 
     backend.prepare(batch)
-    backend.write_kv(layer, packed(rows.key), packed(rows.value), batch)
-    return backend.attend(layer, packed(rows.query), batch).cpu()
+    return layer(packed(rows.query), packed(rows.key), packed(rows.value), batch).cpu()
 
 
 def assert_dense(rows: Rows, out: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -155,7 +154,7 @@ def test_blocks_behind_a_window_may_be_given_back() -> None:
     layer = Attention(rows.heads, rows.spec, scale=0.3)
     layer.bind(backend, torch.full(backend.kv_cache_shape(NUM_BLOCKS), torch.nan))
     tables = block_tables([20], block_size, NUM_BLOCKS)
-    backend.write_kv(layer, rows.key[0], rows.value[0], pack_batch([(20, 20)], tables, block_size))
+    backend.write_kv(layer, rows.query[0], rows.key[0], rows.value[0], pack_batch([(20, 20)], tables, block_size))
     batch = pack_batch([(1, 20)], [[0, 0, 0, *tables[0][3:]]], block_size)
     backend.prepare(batch)
     assert_dense(rows, backend.attend(layer, rows.query[0], batch))

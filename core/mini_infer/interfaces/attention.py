@@ -7,7 +7,7 @@ One backend instance serves one KV group (all layers of equal ``KVCacheSpec``). 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -100,18 +100,34 @@ class AttentionBackend(ABC):
         return
 
     @abstractmethod
-    def write_kv(self, layer: "Attention", key: "torch.Tensor", value: "torch.Tensor", batch: "ForwardBatch") -> None:
-        """Write keys and values at ``batch.slot_mapping``.
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        batch: "ForwardBatch",
+    ) -> Any:
+        """Write keys and values at ``batch.slot_mapping``; the answer is what ``attend`` gets as its query.
+
+        With ``fuses_rope``, query and key come as they are projected. A backend may rotate them here or in ``attend``,
+        and may leave the writing of a step of uniform rows to ``attend`` too.
 
         Args:
             layer: its ``kv_cache`` has the shape of ``kv_cache_shape``.
+            query: [num_tokens, num_heads, head_dim].
             key: [num_tokens, num_kv_heads, head_dim].
             value: [num_tokens, num_kv_heads, v_head_dim]; ignored for latent specs.
             batch: ``slot_mapping`` [num_tokens] int64 = block id * block_size + offset; padding goes to block 0.
+
+        Returns:
+            The query, of the same shape; where ``batch.around_attention`` is None it may be anything that carries it.
         """
 
     @abstractmethod
-    def attend(self, layer: "Attention", query: "torch.Tensor", batch: "ForwardBatch") -> "torch.Tensor":
+    def attend(
+        self, layer: "Attention", query: Any, batch: "ForwardBatch", out: "torch.Tensor | None" = None
+    ) -> "torch.Tensor":
         """Causal attention of each row's queries over its whole sequence.
 
         The last query of row i sits at position ``seq_lens[i] - 1``. Cache slots at or past ``seq_lens[i]`` may hold
@@ -119,8 +135,9 @@ class AttentionBackend(ABC):
 
         Args:
             layer: gives ``scale``.
-            query: [num_tokens, num_heads, head_dim].
+            query: what ``write_kv`` gave.
             batch: ``cu_seqlens_q``, ``seq_lens``, ``block_table``.
+            out: where the answer goes, contiguous; None for a new tensor.
 
         Returns:
             [num_tokens, num_heads, v_head_dim], in the query's dtype.

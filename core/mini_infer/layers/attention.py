@@ -61,7 +61,7 @@ class Attention(nn.Module):
         """
         if self.rotary is not None and not self.backend.capabilities.fuses_rope:
             query, key = self.rotary(query, key, batch.positions)
-        self.backend.write_kv(self, key, value, batch)
+        query = self.backend.write_kv(self, query, key, value, batch)
         if batch.around_attention is not None:
             return batch.around_attention(self, query)
         return self.backend.attend(self, query, batch)

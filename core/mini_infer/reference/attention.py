@@ -127,18 +127,30 @@ class ReferenceAttention(AttentionBackend):
         bias = torch.zeros(unseen.shape, dtype=torch.float32, device=lens.device).masked_fill_(unseen, -torch.inf)
         return Masks(hidden[:, :, None, None], bias.unsqueeze(1))
 
-    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+    ) -> torch.Tensor:
         if self.spec.kind == "latent":
             self._write(layer.kv_cache, key, batch.slot_mapping)
         else:
             self._write(layer.kv_cache[0], key, batch.slot_mapping)
             self._write(layer.kv_cache[1], value, batch.slot_mapping)
+        return query
 
     def _write(self, cache: torch.Tensor, numbers: torch.Tensor, slots: torch.Tensor) -> None:
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, numbers.to(cache.dtype))
 
-    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
-        out = query.new_zeros(query.shape[0], layer.num_heads, self.spec.v_head_dim)
+    def attend(
+        self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = query.new_empty(query.shape[0], layer.num_heads, self.spec.v_head_dim)
+        out.zero_()
         for segment in self._segments:
             q = query[segment.start : segment.stop].float().reshape(segment.blocks.shape[0], -1, *query.shape[1:])
             masks = segment.masks or self._masks(segment.blocks, segment.lens, q.shape[1])

@@ -6,6 +6,7 @@ Contract: what an engine would hand to a model, made from plain lists. Blocks of
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -119,3 +120,16 @@ def run(module: nn.Module, backends: Sequence[AttentionBackend], batch: ForwardB
         for backend in backends:
             backend.prepare(batch)
         return module.logits(module.forward(batch.input_ids, batch.positions, batch))
+
+
+def at_the_addresses_of(first: ForwardBatch, now: ForwardBatch) -> ForwardBatch:
+    """``now``, its tensors copied over those of ``first``: what two steps of one bucket are."""
+    return replace(
+        now,
+        input_ids=first.input_ids.copy_(now.input_ids),
+        positions=first.positions.copy_(now.positions),
+        slot_mapping=first.slot_mapping.copy_(now.slot_mapping),
+        cu_seqlens_q=first.cu_seqlens_q.copy_(now.cu_seqlens_q),
+        seq_lens=first.seq_lens.copy_(now.seq_lens),
+        block_table=first.block_table.copy_(now.block_table),
+    )

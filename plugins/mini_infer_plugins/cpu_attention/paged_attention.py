@@ -130,21 +130,31 @@ class CpuAttention(AttentionBackend):
             rows.append(PlainRow(start, stop, seq_len, first * self.block_size, blocks if real else None))
         return rows
 
-    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+    ) -> torch.Tensor:
         if self._native is not None:
             args = ctypes.byref(self._batch), ctypes.byref(self._layers[layer])
             key, value = _packed(key), _packed(value)
             self._native.write_kv(*args, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0))
-            return
+            return query
         if layer.rotary is not None:
             _, key = layer.rotary(key[:, :1], key, batch.positions)
         keys, values = self._views(layer)
         block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
         keys[block, :, :, offset] = key
         values[block, :, offset] = value
+        return query
 
-    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype)
+    def attend(
+        self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype) if out is None else out
         if self._native is not None:
             args = ctypes.byref(self._batch), ctypes.byref(self._layers[layer])
             query = _packed(query)

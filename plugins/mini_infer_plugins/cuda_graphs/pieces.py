@@ -87,7 +87,7 @@ class PieceGraphs:
         """Run a step of the captured number of tokens."""
         for piece in self._pieces:
             piece.graph.replay()
-            piece.out.copy_(piece.layer.backend.attend(piece.layer, piece.query, batch))
+            piece.layer.backend.attend(piece.layer, piece.query, batch, piece.out)
         self._last.replay()
         return self._out
 

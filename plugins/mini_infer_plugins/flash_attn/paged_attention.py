@@ -55,13 +55,23 @@ class FlashAttnBackend(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
-    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+    ) -> torch.Tensor:
         for cache, numbers in zip(layer.kv_cache, (key, value), strict=True):
             cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, numbers)
+        return query
 
-    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
+    def attend(
+        self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape = batch.shape
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
         rows, tokens = shape.num_decode_rows, shape.num_decode_rows * shape.decode_query_len
         if rows:
             uniform = slice(0, rows)

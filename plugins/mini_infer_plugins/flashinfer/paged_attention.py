@@ -141,14 +141,24 @@ class FlashInferAttention(AttentionBackend):
             torch.from_numpy(((lens - 1) % self.block_size + 1).astype(np.int32)),
         )
 
-    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+    ) -> torch.Tensor:
         for cache, numbers in zip(layer.kv_cache, (key, value), strict=True):
             cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, numbers)
+        return query
 
-    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
+    def attend(
+        self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch", out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         query, caches, split = query.contiguous(), tuple(layer.kv_cache), self._num_decode_rows
         decode, prefill = self._wrappers[layer.num_heads, layer.scale]
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
         if split:
             decode.run(query[:split], caches, out=out[:split])
         if split < batch.shape.num_rows:

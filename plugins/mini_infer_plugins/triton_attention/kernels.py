@@ -59,37 +59,6 @@ def written(
 
 @triton.jit
 def write_kv_kernel(
-    key,
-    value,
-    kv_cache,
-    slot_mapping,
-    positions,
-    table,
-    key_stride,
-    value_stride,
-    num_blocks,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a token and KV head. With PDL it starts while the kernel before it ends."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims = tl.arange(0, PADDED_DIM)
-    slot, position = tl.load(slot_mapping + token), tl.load(positions + token)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    written(
-        key + token * key_stride, value + token * value_stride, kv_cache, num_blocks, slot, head, table, position,
-        dims, dims < HEAD_DIM, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
-    )  # fmt: skip
-
-
-@triton.jit
-def write_token_kernel(
     query,
     key,
     value,
@@ -110,30 +79,35 @@ def write_token_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    WRITES: tl.constexpr,
+    ROPE: tl.constexpr,
     KEEPS_KEY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program a token: its queries, rotated, into ``rotated_query``, keys and values into the cache (``WRITES``).
+    """One program a token: its keys, rotated, and values into the cache, its queries, rotated, into ``rotated_query``.
 
-    With ``KEEPS_KEY`` the rotated keys go to ``rotated_key`` too; both are contiguous [num_tokens, heads, head_dim].
+    With ``KEEPS_KEY`` the keys go to ``rotated_key`` too; both are contiguous [num_tokens, heads, head_dim]. With PDL
+    it starts while the kernel before it ends.
     """
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    slot, position = tl.load(slot_mapping + token), tl.load(positions + token)
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    head = tl.arange(0, PADDED_HEADS)[:, None]
-    mask = (head < NUM_HEADS) & (dims < HEAD_DIM)
-    q = rotated(query + token * query_stride + head * HEAD_DIM, table, position, dims, HEAD_DIM, True, mask)
-    at = rotated_query + (token * NUM_HEADS + head) * HEAD_DIM + dims
-    tl.store(at, q.to(rotated_query.dtype.element_ty), mask=mask)
-    if WRITES:
-        head = tl.arange(0, PADDED_KV_HEADS)[:, None]
-        mask = (head < NUM_KV_HEADS) & (dims < HEAD_DIM)
-        k, _ = written(
-            key + token * key_stride, value + token * value_stride, kv_cache, num_blocks,
-            tl.load(slot_mapping + token), head, table, position, dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, True,
-        )  # fmt: skip
-        if KEEPS_KEY:
-            tl.store(rotated_key + (token * NUM_KV_HEADS + head) * HEAD_DIM + dims, k, mask=mask)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if ROPE:
+        head = tl.arange(0, PADDED_HEADS)[:, None]
+        mask = (head < NUM_HEADS) & (dims < HEAD_DIM)
+        q = rotated(query + token * query_stride + head * HEAD_DIM, table, position, dims, HEAD_DIM, True, mask)
+        at = rotated_query + (token * NUM_HEADS + head) * HEAD_DIM + dims
+        tl.store(at, q.to(rotated_query.dtype.element_ty), mask=mask)
+    head = tl.arange(0, PADDED_KV_HEADS)[:, None]
+    mask = (head < NUM_KV_HEADS) & (dims < HEAD_DIM)
+    k, _ = written(
+        key + token * key_stride, value + token * value_stride, kv_cache, num_blocks, slot, head, table, position,
+        dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
+    )  # fmt: skip
+    if KEEPS_KEY:
+        tl.store(rotated_key + (token * NUM_KV_HEADS + head) * HEAD_DIM + dims, k, mask=mask)
 
 
 @triton.jit
@@ -240,7 +214,8 @@ def decode_kernel(
     Rows are taken as they come, or (``ORDERED``) as ``longest_first_kernel`` has ordered them.
 
     With ``WRITES`` (rows of one query) the row's new key and value are not in the cache yet: the first split's program
-    writes them there and begins its softmax with them; all programs read what was there before.
+    writes them there and begins its softmax with them; all programs read what was there before. ``ROPE`` is theirs and
+    the query's, which comes rotated otherwise.
 
     It is not launched early as its neighbours are: the large share of each processor's memory that it takes for itself
     would be taken from the matrix products on either side (a step was 20% slower).
@@ -338,7 +313,6 @@ def long_rows_kernel(
     block_table,
     seq_lens,
     cu_seqlens_q,
-    table,
     out,
     scale,
     query_stride,
@@ -354,7 +328,6 @@ def long_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program a tile of some row's queries and KV head. Tiles are counted row by row, one spare for each row."""
@@ -386,8 +359,7 @@ def long_rows_kernel(
     head_q = head * GROUP + m % GROUP
     mask = valid_m[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = query + token.to(tl.int64)[:, None] * query_stride + head_q[:, None] * HEAD_DIM
-    position = tl.maximum(query_position, 0).to(tl.int64)[:, None]
-    q = rotated(q_at, table, position, dims[None, :], HEAD_DIM, ROPE, mask).to(kv_cache.dtype.element_ty)
+    q = tl.load(q_at + dims[None, :], mask=mask, other=0.0)
 
     lowest = 0
     if WINDOW > 0:

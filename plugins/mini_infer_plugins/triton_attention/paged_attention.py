@@ -1,8 +1,9 @@
 """TritonAttention: grouped-query attention over paged blocks, decode with the sequence split over the card.
 
 Contract: uniform rows (decode, verify) run in ``decode_kernel`` on a grid that depends on the step's shape alone, so a
-device graph of that shape stays valid at any length; other rows run in ``long_rows_kernel``. RoPE is fused into the
-write of the keys and the read of the queries. Float32 is computed in IEEE float32.
+device graph of that shape stays valid at any length; other rows run in FlashAttention-3 where a build of it is
+installed, else in ``long_rows_kernel``. RoPE is fused into the kernel that writes keys and values, which in a decode
+step is attention's own. Float32 is computed in IEEE float32.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import triton
 
-from mini_infer.flash_attention import find_flash_attention
+from mini_infer.flash_attention import FlashAttention, find_flash_attention
 from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
 from mini_infer_plugins.triton_attention.kernels import (
     decode_kernel,
@@ -19,7 +20,6 @@ from mini_infer_plugins.triton_attention.kernels import (
     longest_first_kernel,
     merge_kernel,
     write_kv_kernel,
-    write_token_kernel,
 )
 
 if TYPE_CHECKING:
@@ -46,10 +46,18 @@ class _LongRows:
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """What ``write_kv`` leaves to ``attend``, which writes in the same kernel that reads."""
+    """A decode step as it was projected: the kernel that reads the cache writes it too."""
 
-    layer: "Attention"
-    batch: "ForwardBatch"
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """A step whose long rows are whole prompts, query and key rotated: their cache need not be read."""
+
+    query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
@@ -75,7 +83,6 @@ class TritonAttention(AttentionBackend):
         on_gpu = device.startswith("cuda")
         self._flash = find_flash_attention(spec, device) if on_gpu else None
         self._long: _LongRows | None = None  # of the step at work
-        self._unwritten: _Unwritten | None = None
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
@@ -102,32 +109,40 @@ class TritonAttention(AttentionBackend):
                 batch.seq_lens, self._order, rows, BLOCK=32, PADDED_ROWS=triton.next_power_of_2(rows), num_warps=4
             )
 
-    def write_kv(self, layer: "Attention", key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch") -> None:
-        unwritten = _Unwritten(layer, batch, key, value)
-        if batch.around_attention is None:
-            self._unwritten = unwritten
-        else:  # ``attend`` runs outside the graph that this is captured in
-            self._write(unwritten)
+    def write_kv(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+    ) -> "torch.Tensor | _Unwritten | _Fresh":
+        decodes = self._num_decode_rows(layer, batch) == batch.shape.num_rows and batch.shape.decode_query_len == 1
+        if decodes and batch.around_attention is None:
+            return _Unwritten(query, key, value)
+        long_rows = self._long_rows_of(layer, batch)
+        fresh = self._flash is not None and long_rows is not None and long_rows.fresh
+        query, key = self._write(layer, query, key, value, batch, keeps_key=fresh)
+        return _Fresh(query, key, value) if fresh else query
 
-    def attend(self, layer: "Attention", query: torch.Tensor, batch: "ForwardBatch") -> torch.Tensor:
-        new, self._unwritten = self._unwritten, None
-        if new is not None and (new.layer is not layer or new.batch is not batch):
-            self._write(new)
-            new = None
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        group = layer.num_heads // self.spec.num_kv_heads
-        num_decode_rows = self._num_decode_rows(layer, batch)
-        long_rows = self._long_rows_of(layer, batch) if self._flash is not None else None
-        if long_rows is not None:
-            self._with_flash(layer, query, out, batch, long_rows, new)
-            return out
-        if new is not None and (num_decode_rows < batch.shape.num_rows or batch.shape.decode_query_len > 1):
-            self._write(new)
-            new = None
+    def attend(
+        self,
+        layer: "Attention",
+        query: "torch.Tensor | _Unwritten | _Fresh",
+        batch: "ForwardBatch",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        unwritten = query if isinstance(query, _Unwritten) else None
+        fresh = query if isinstance(query, _Fresh) else None
+        query = query if isinstance(query, torch.Tensor) else query.query
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+        num_decode_rows, long_rows = self._num_decode_rows(layer, batch), self._long_rows_of(layer, batch)
         if num_decode_rows:
-            self._decode(layer, query, out, batch, group, num_decode_rows, new=new)
-        if num_decode_rows < batch.shape.num_rows:
-            self._long_rows(layer, query, out, batch, group, num_decode_rows)
+            self._decode(layer, query, out, batch, num_decode_rows, unwritten)
+        if long_rows is not None and self._flash is not None:
+            self._with_flash(self._flash, layer, query, out, batch, long_rows, fresh)
+        elif long_rows is not None:
+            self._long_rows(layer, query, out, batch, num_decode_rows)
         return out
 
     def num_splits(self, num_rows: int) -> int:
@@ -137,59 +152,70 @@ class TritonAttention(AttentionBackend):
 
     def _num_decode_rows(self, layer: "Attention", batch: "ForwardBatch") -> int:
         """Leading rows that the decode kernel runs."""
-        group = layer.num_heads // self.spec.num_kv_heads
-        return batch.shape.num_decode_rows if group * batch.shape.decode_query_len <= _MOST_TILE_ROWS else 0
+        fits = self._group(layer) * batch.shape.decode_query_len <= _MOST_TILE_ROWS
+        return batch.shape.num_decode_rows if fits else 0
 
-    def _long_rows_of(self, layer: "Attention", batch: "ForwardBatch") -> "_LongRows | None":
+    def _long_rows_of(self, layer: "Attention", batch: "ForwardBatch") -> _LongRows | None:
         """The other rows, if there are any; worked out once a step."""
         first = self._num_decode_rows(layer, batch)
         if first == batch.shape.num_rows:
             return None
         known = self._long
         if known is None or known.batch is not batch or known.first != first:
+            in_a_graph = batch.shape.gives == "logits" or batch.around_attention is not None
+            whole = batch.seq_lens_host[first:] == batch.query_lens_host[first:]
+            most = batch.block_table.shape[1] * self.block_size
             known = self._long = _LongRows(
                 batch=batch,
                 first=first,
-                fresh=batch.around_attention is None and batch.seq_lens_host[first:] == batch.query_lens_host[first:],
-                max_seq_len=max(batch.seq_lens_host[first:]),
+                fresh=whole and not in_a_graph,
+                max_seq_len=most if in_a_graph else max(batch.seq_lens_host[first:]),
                 cu_seqlens_q=batch.cu_seqlens_q[first:],
                 seq_lens=batch.seq_lens[first:],
                 block_table=batch.block_table[first:],
             )
         return known
 
-    def _write(self, new: "_Unwritten") -> None:
-        layer, batch, key, value = new.layer, new.batch, new.key, new.value
-        rotary = layer.rotary
-        write_kv_kernel[(batch.shape.num_tokens, self.spec.num_kv_heads)](
-            key, value, layer.kv_cache, batch.slot_mapping, batch.positions, key if rotary is None else rotary.table,
-            key.stride(0), value.stride(0), layer.kv_cache.shape[1],
-            NUM_KV_HEADS=self.spec.num_kv_heads, HEAD_DIM=self.spec.head_dim, BLOCK_SIZE=self.block_size,
-            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
+    def _write(
+        self,
+        layer: "Attention",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: "ForwardBatch",
+        *,
+        keeps_key: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and, with ``keeps_key``, key as they are attended with, rotated; the cache has key and value."""
+        num_tokens, heads, dim = query.shape
+        kv_heads, rotary = self.spec.num_kv_heads, layer.rotary
+        keeps_key = keeps_key and rotary is not None
+        rotated_query = query if rotary is None else query.new_empty(query.shape)
+        rotated_key = key.new_empty(key.shape) if keeps_key else key
+        write_kv_kernel[(num_tokens,)](
+            query, key, value, layer.kv_cache, batch.slot_mapping, batch.positions,
+            query if rotary is None else rotary.table, rotated_query, rotated_key,
+            query.stride(0), key.stride(0), value.stride(0), layer.kv_cache.shape[1],
+            NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), NUM_KV_HEADS=kv_heads,
+            PADDED_KV_HEADS=triton.next_power_of_2(kv_heads), HEAD_DIM=dim, BLOCK_SIZE=self.block_size,
+            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, KEEPS_KEY=keeps_key,
+            PDL=self._pdl, num_warps=4, launch_pdl=self._pdl,
         )  # fmt: skip
+        return rotated_query, rotated_key
 
     def _with_flash(
         self,
+        flash: FlashAttention,
         layer: "Attention",
         query: torch.Tensor,
         out: torch.Tensor,
         batch: "ForwardBatch",
-        long_rows: "_LongRows",
-        new: "_Unwritten | None",
+        long_rows: _LongRows,
+        fresh: _Fresh | None,
     ) -> None:
-        """Uniform rows by our kernel, the others by FlashAttention over the same blocks."""
-        assert self._flash is not None
-        fresh = long_rows.fresh and new is not None
-        key, value = (query, query) if new is None else (new.key, new.value)
-        if layer.rotary is not None:
-            query, key = self._rotate_and_write(layer, query, batch, layer.rotary.table, new, keeps_key=fresh)
-        elif new is not None:
-            self._write(new)
-        if long_rows.first:
-            group = layer.num_heads // self.spec.num_kv_heads
-            self._decode(layer, query, out, batch, group, long_rows.first, rotated=True)
-        keys, values = (key, value) if fresh else layer.kv_cache.transpose(2, 3)
-        self._flash(
+        """Rows that are not uniform by FlashAttention, over the same blocks or, whole prompts, beside them."""
+        keys, values = layer.kv_cache.transpose(2, 3) if fresh is None else (fresh.key, fresh.value)
+        flash(
             query,
             keys,
             values,
@@ -198,35 +224,10 @@ class TritonAttention(AttentionBackend):
             seq_lens=long_rows.seq_lens,
             max_query_len=batch.shape.max_query_len,
             max_seq_len=long_rows.max_seq_len,
-            block_table=None if fresh else long_rows.block_table,
+            block_table=long_rows.block_table if fresh is None else None,
             scale=layer.scale,
             window=-1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
         )
-
-    def _rotate_and_write(
-        self,
-        layer: "Attention",
-        query: torch.Tensor,
-        batch: "ForwardBatch",
-        table: torch.Tensor,
-        new: "_Unwritten | None",
-        *,
-        keeps_key: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, rotated, and with ``keeps_key`` the new keys, rotated; what is new is in the cache afterwards."""
-        num_tokens, heads, dim = query.shape
-        kv_heads = self.spec.num_kv_heads
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        key, value = (query, query) if new is None else (new.key, new.value)
-        rotated_key = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keeps_key else key
-        write_token_kernel[(num_tokens,)](
-            query, key, value, layer.kv_cache, batch.slot_mapping, batch.positions, table,
-            out, rotated_key, query.stride(0), key.stride(0), value.stride(0), layer.kv_cache.shape[1],
-            NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), NUM_KV_HEADS=kv_heads,
-            PADDED_KV_HEADS=triton.next_power_of_2(kv_heads), HEAD_DIM=dim, BLOCK_SIZE=self.block_size,
-            PADDED_DIM=self._padded_dim, WRITES=new is not None, KEEPS_KEY=keeps_key, num_warps=4,
-        )  # fmt: skip
-        return out, rotated_key
 
     def _decode(
         self,
@@ -234,25 +235,23 @@ class TritonAttention(AttentionBackend):
         query: torch.Tensor,
         out: torch.Tensor,
         batch: "ForwardBatch",
-        group: int,
         rows: int,
-        *,
-        rotated: bool = False,
-        new: "_Unwritten | None" = None,
+        unwritten: _Unwritten | None,
     ) -> None:
-        query_len, heads = batch.shape.decode_query_len, self.spec.num_kv_heads
+        query_len, heads, group = batch.shape.decode_query_len, self.spec.num_kv_heads, self._group(layer)
         splits = self.num_splits(rows)
         block_m = max(16, triton.next_power_of_2(group * query_len))
         block_n, warps, stages = self._tiling()
-        rotary = None if rotated else layer.rotary
-        key, value = (query, query) if new is None else (new.key, new.value)
+        rotary = None if unwritten is None else layer.rotary
+        key, value = (query, query) if unwritten is None else (unwritten.key, unwritten.value)
         decode_kernel[(heads, rows, splits)](
             query, key, value, layer.kv_cache, batch.slot_mapping, batch.block_table, batch.seq_lens, self._order,
             query if rotary is None else rotary.table,
             self._scratch, self._scratch_lse, out, layer.scale * _LOG2_E,
             query.stride(0), key.stride(0), value.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1],
-            NUM_SPLITS=splits, QUERY_LEN=query_len, WRITES=new is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-            ORDERED=splits == 1, num_warps=warps, num_stages=stages, **self._shape_of(group, rotary is not None),
+            NUM_SPLITS=splits, QUERY_LEN=query_len, WRITES=unwritten is not None, ROPE=rotary is not None,
+            ORDERED=splits == 1, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+            **self._shape_of(group),
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(rows, heads, group * query_len)](
@@ -271,23 +270,24 @@ class TritonAttention(AttentionBackend):
         return (32, 4, 3) if self._padded_dim > 128 or self.spec.dtype == "float32" else (32, 1, 5)
 
     def _long_rows(
-        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", group: int, first: int
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", first: int
     ) -> None:
-        num_rows = batch.shape.num_rows - first
+        num_rows, group = batch.shape.num_rows - first, self._group(layer)
         num_tokens = batch.shape.num_tokens - first * batch.shape.decode_query_len
         block_m = max(16 if self.spec.dtype == "float32" else 64, triton.next_power_of_2(group))
         block_n = 32 if self._padded_dim > 128 or self.spec.dtype == "float32" else 64
         tiles = num_tokens // (block_m // group) + num_rows
-        rotary = layer.rotary
         long_rows_kernel[(tiles, self.spec.num_kv_heads)](
-            query, layer.kv_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
-            query if rotary is None else rotary.table, out, layer.scale * _LOG2_E,
+            query, layer.kv_cache, batch.block_table, batch.seq_lens, batch.cu_seqlens_q, out, layer.scale * _LOG2_E,
             query.stride(0), batch.block_table.stride(0), layer.kv_cache.shape[1], first, num_rows,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=3,
-            **self._shape_of(group, rotary is not None),
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=3, **self._shape_of(group),
         )  # fmt: skip
 
-    def _shape_of(self, group: int, rope: bool) -> dict[str, int | bool | str]:
+    def _group(self, layer: "Attention") -> int:
+        """Query heads a KV head."""
+        return layer.num_heads // self.spec.num_kv_heads
+
+    def _shape_of(self, group: int) -> dict[str, int | str]:
         return {
             "GROUP": group,
             "NUM_KV_HEADS": self.spec.num_kv_heads,
@@ -295,6 +295,5 @@ class TritonAttention(AttentionBackend):
             "PADDED_DIM": self._padded_dim,
             "BLOCK_SIZE": self.block_size,
             "WINDOW": self.spec.sliding_window or 0,
-            "ROPE": rope,
             "PRECISION": self._precision,
         }

@@ -8,15 +8,16 @@ backend declares is tried: kinds of cache, dtypes, head dims, block sizes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 import torch
 
 from mini_infer.interfaces import BatchLimits, KVCacheSpec
 from mini_infer.layers import Attention, RotaryEmbedding
-from mini_infer.testing.batches import pack_batch
+from mini_infer.testing.batches import at_the_addresses_of, pack_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,8 +140,10 @@ class Bench:
         batch = self.batch(room, num_padding_rows=1)
         spec, num_tokens = self.spec, batch.shape.num_tokens
         key = torch.full((num_tokens, spec.num_kv_heads, spec.head_dim), poison, dtype=self.dtype, device=self.device)
+        query = key.new_zeros(num_tokens, self.num_heads, spec.head_dim)
         self.backend.prepare(batch)
-        self.backend.write_kv(self.layer, key, key[..., : spec.v_head_dim], batch)
+        query = self.backend.write_kv(self.layer, query, key, key[..., : spec.v_head_dim], batch)
+        self.backend.attend(self.layer, query, batch)  # which may have been left the writing
 
     def step(self, counts: Sequence[int], num_padding_rows: int = 0) -> None:
         """Run a step and compare every row with dense attention."""
@@ -264,6 +267,25 @@ class AttentionBackendSuite:
                 bench.compare(counts, out)
                 bench.advance(counts)
 
+    def test_attending_apart_from_writing(self) -> None:
+        """As a step runner does that captures only what lies between two attentions and says where answers go."""
+        for bench in self.benches():
+            for counts in ([bench.rng.randint(1, 9) for _ in bench.rows], [1] * len(bench.rows)):
+                batch = bench.batch(counts, 1)
+                out = torch.empty(
+                    batch.shape.num_tokens,
+                    bench.num_heads,
+                    bench.spec.v_head_dim,
+                    dtype=bench.dtype,
+                    device=self.device,
+                )
+                found = bench.run(
+                    counts, replace(batch, around_attention=partial(attend_into, {bench.layer: out}, batch))
+                )
+                assert found.data_ptr() == out.data_ptr(), "the answer went elsewhere"
+                bench.compare(counts, out)
+                bench.advance(counts)
+
     def test_lengths_on_the_host_are_bounds_only(self) -> None:
         """After drafts were rejected on the device, the host knows no better than an upper bound."""
         if self.backend.capabilities.needs_host_lengths:
@@ -292,14 +314,6 @@ class AttentionBackendSuite:
                 bench.advance(counts)
 
 
-def at_the_addresses_of(first: ForwardBatch, now: ForwardBatch) -> ForwardBatch:
-    """``now``, its tensors copied over those of ``first``: what two steps of one bucket are."""
-    return replace(
-        now,
-        input_ids=first.input_ids.copy_(now.input_ids),
-        positions=first.positions.copy_(now.positions),
-        slot_mapping=first.slot_mapping.copy_(now.slot_mapping),
-        cu_seqlens_q=first.cu_seqlens_q.copy_(now.cu_seqlens_q),
-        seq_lens=first.seq_lens.copy_(now.seq_lens),
-        block_table=first.block_table.copy_(now.block_table),
-    )
+def attend_into(outs: dict[Attention, torch.Tensor], batch: ForwardBatch, layer: Attention, query: Any) -> torch.Tensor:
+    """In the place of ``around_attention``."""
+    return layer.backend.attend(layer, query, batch, outs.get(layer))

@@ -43,7 +43,9 @@ class Given(WeightLoader):
 class Watching(ReferenceAttention):
     """Checks what a layer hands over against what it declared."""
 
-    def write_kv(self, layer: Attention, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> None:
+    def write_kv(
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
         spec, num_tokens = layer.spec, batch.shape.num_tokens
         wants = (num_tokens, spec.num_kv_heads, spec.head_dim)
         assert key.shape == wants, f"keys are {tuple(key.shape)}; {spec} and {num_tokens} tokens make {wants}"
@@ -51,12 +53,14 @@ class Watching(ReferenceAttention):
             wants = (num_tokens, spec.num_kv_heads, spec.v_head_dim)
             assert value.shape == wants, f"values are {tuple(value.shape)}; {spec} and {num_tokens} tokens make {wants}"
         assert str(key.dtype).removeprefix("torch.") == spec.dtype, f"keys are {key.dtype}, declared {spec.dtype}"
-        super().write_kv(layer, key, value, batch)
+        return super().write_kv(layer, query, key, value, batch)
 
-    def attend(self, layer: Attention, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, layer: Attention, query: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         wants = (batch.shape.num_tokens, layer.num_heads, layer.spec.head_dim)
         assert query.shape == wants, f"queries are {tuple(query.shape)}, not {wants}"
-        return super().attend(layer, query, batch)
+        return super().attend(layer, query, batch, out)
 
 
 class Sealed:
