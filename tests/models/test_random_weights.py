@@ -26,6 +26,12 @@ def test_every_parameter_is_set() -> None:
             assert 0.05 < parameter.std() < 0.2, name
 
 
+def test_even_noise() -> None:
+    for name, parameter in load(RandomLoader(uniform=0.001, seed=3)).named_parameters():
+        assert 0.0009 < parameter.abs().max() <= 0.001, name
+        assert abs(parameter.mean()) < 0.0002, name
+
+
 def test_the_seed_decides() -> None:
     def weights(seed: int) -> torch.Tensor:
         return torch.cat([p.flatten() for p in load(RandomLoader(seed=seed)).parameters()])

@@ -2,7 +2,7 @@
 
 Contract: each parameter is drawn where it lies, on its own device and in its own dtype, so a model that fits is filled
 at the device's speed. The same seed, device kind and module give the same weights. Vectors called ``weight`` are norms
-and become 1; all else is normal noise.
+and become 1; all else is normal noise. With ``uniform`` every number, norms too, is even noise.
 """
 
 from pathlib import Path
@@ -24,13 +24,15 @@ class RandomLoader(WeightLoader):
     Args:
         std: standard deviation of weights and biases.
         seed: of the generator.
+        uniform: above 0, all parameters are drawn evenly between its negative and itself, and ``std`` is not used.
     """
 
     name: ClassVar[str] = "random"
 
-    def __init__(self, std: float = 0.02, seed: int = 0) -> None:
+    def __init__(self, std: float = 0.02, seed: int = 0, uniform: float = 0.0) -> None:
         self._std = std
         self._seed = seed
+        self._uniform = uniform
 
     def accepts(self, path: Path) -> bool:
         """Never by itself: weights are random only where the settings say so."""
@@ -45,7 +47,9 @@ class RandomLoader(WeightLoader):
         generator = torch.Generator(device=config.device).manual_seed(self._seed)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                if parameter.dim() == 1 and name.endswith("weight"):
+                if self._uniform:
+                    parameter.uniform_(-self._uniform, self._uniform, generator=generator)
+                elif parameter.dim() == 1 and name.endswith("weight"):
                     parameter.fill_(1)
                 else:
                     parameter.normal_(std=self._std, generator=generator)
