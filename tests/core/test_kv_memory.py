@@ -51,6 +51,18 @@ def test_what_does_not_fit_says_which_setting_to_change(engine: dict[str, Any], 
         plan(**engine)
 
 
+def test_a_share_of_what_is_free_after_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mini_infer.build.kv_memory.free_memory", lambda device: (100 * BLOCK, 200 * BLOCK))
+    engine = EngineSettings(kv_cache_memory="0.5")
+    for reserved, num_blocks in ((0, 50), (60 * BLOCK, 20)):
+        found = plan_kv_memory(engine, SPECS, block_size=16, device="cuda:0", model_max_len=128, reserved=reserved)
+        assert found.num_blocks == num_blocks
+        assert ("480 KiB are kept for steps, as measured" in found.note) == bool(reserved)
+    engine = EngineSettings(num_kv_blocks=50)
+    with pytest.raises(ConfigError, match=r"50 blocks need 408 KiB, 320 KiB are free on cuda:0: lower engine\.num_kv_"):
+        plan_kv_memory(engine, SPECS, block_size=16, device="cuda:0", model_max_len=128, reserved=60 * BLOCK)
+
+
 def test_weights_are_counted_before_memory_is_asked_for() -> None:
     with torch.device("meta"):
         huge, small = torch.nn.Linear(2**22, 2**22), torch.nn.Linear(2, 2)

@@ -19,6 +19,7 @@ import torch
 from mini_infer.build.attention_choice import choose_block_size
 from mini_infer.build.composition import Composition, compose
 from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
+from mini_infer.build.profile_run import measure_step
 from mini_infer.choices import Choice
 from mini_infer.engine import Engine, EngineLimits, EngineParts
 from mini_infer.engine.kv_manager import KVManager
@@ -35,7 +36,7 @@ from mini_infer.worker import Worker, WorkerParts
 from mini_infer.worker.kv_store import KVStore
 
 if TYPE_CHECKING:
-    from mini_infer.interfaces import AttentionBackend, CachePolicy, KVCacheSpec, Proposer, StepRunner
+    from mini_infer.interfaces import AttentionBackend, CachePolicy, KVCacheSpec, Proposer, Sampler, StepRunner
     from mini_infer.model.generation_config import GenerationConfig
     from mini_infer.settings import Settings
     from mini_infer.text.tokenizer import Tokenizer
@@ -100,14 +101,39 @@ class _Builder:
         self._model = model
         self._policy: CachePolicy = self._one("cache_policy", FreeAtOnce)
         self._block_size = choose_block_size(self._engine_settings.block_size, list(composition.backends.values()))
+        self._sampler: Sampler = self._one("sampler", ReferenceSampler)
+        self._runner: StepRunner = self._one("step_runner", PlainStepRunner)
+        self._sampling_state = SamplingState(
+            self._engine_settings.max_num_seqs,
+            model.config.vocab_size,
+            composition.context.device,
+            invalid_token_ids=_invalid_token_ids(model.tokenizer, model.config.vocab_size),
+        )
         self._memory = plan_kv_memory(
             self._engine_settings,
             [layer.spec for layer in attention_layers(model.module)],
             block_size=self._block_size,
             device=composition.context.device,
             model_max_len=model.config.max_position_embeddings,
+            reserved=self._reserved(),
         )
         composition.log.append(self._memory.note)
+
+    def _reserved(self) -> int:
+        """Bytes that a GPU must keep beside weights and KV cache: the largest step, and what the step runner keeps."""
+        settings, device = self._engine_settings, self._c.context.device
+        if not device.startswith("cuda"):
+            return 0
+        step = measure_step(
+            self._model.causal_lm,
+            attention_layers(self._model.module),
+            self._sampler,
+            self._sampling_state,
+            num_tokens=settings.max_num_batched_tokens,
+            num_rows=settings.max_num_seqs,
+            device=device,
+        )
+        return step + self._runner.reserve_bytes(step, settings.max_num_batched_tokens)
 
     def _one(self, hook: str, default: Callable[[], Any]) -> Any:
         return self._c.manager.one(hook, self._c.context, default)
@@ -168,7 +194,6 @@ class _Builder:
 
     def _worker(self, processors: list[LogitsProcessor]) -> Worker:
         settings, model, device = self._engine_settings, self._model, self._c.context.device
-        runner: StepRunner = self._one("step_runner", PlainStepRunner)
         limits = BatchLimits(
             max_num_rows=settings.max_num_seqs,
             max_num_tokens=settings.max_num_batched_tokens,
@@ -176,23 +201,17 @@ class _Builder:
             block_size=self._block_size,
         )
         backends = {spec: make(spec, device, self._block_size) for spec, make in self._c.backends.items()}
-        runner.bind(list(backends.values()))
-        sampling_state = SamplingState(
-            settings.max_num_seqs,
-            model.config.vocab_size,
-            device,
-            invalid_token_ids=_invalid_token_ids(model.tokenizer, model.config.vocab_size),
-        )
+        self._runner.bind(list(backends.values()))
         return Worker(
             WorkerParts(
                 model=model.causal_lm,
                 backends=list(backends.values()),
                 kv_store=self._bound_kv_store(backends),
-                sampler=self._one("sampler", ReferenceSampler),
-                sampling_state=sampling_state,
+                sampler=self._sampler,
+                sampling_state=self._sampling_state,
                 logits_processors=processors,
-                step_runner=runner,
-                limits=runner.limits(limits),
+                step_runner=self._runner,
+                limits=self._runner.limits(limits),
                 max_num_seqs=settings.max_num_seqs,
                 device=device,
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mini_infer.errors import ConfigError
-from mini_infer.settings import parse_size
+from mini_infer.settings import parse_share, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +121,7 @@ def plan_kv_memory(
         block_size: tokens a block.
         device: torch device string.
         model_max_len: what the checkpoint was made for.
-        reserved: bytes that must stay free for activations and plugins.
+        reserved: bytes that must stay free for steps and plugins, as measured.
 
     Raises:
         ConfigError: it does not fit.
@@ -142,6 +142,8 @@ def plan_kv_memory(
     useful = settings.max_num_seqs * -(-wanted_len // block_size)
     if settings.num_kv_blocks is not None:
         num_blocks, why = settings.num_kv_blocks, "engine.num_kv_blocks"
+    elif (share := parse_share(settings.kv_cache_memory)) is not None:
+        num_blocks, why = min(int(free * share) // per_block, useful), "engine.kv_cache_memory"
     elif settings.kv_cache_memory != "auto":
         num_blocks, why = parse_size(settings.kv_cache_memory) // per_block, "engine.kv_cache_memory"
     elif device == "cpu":
@@ -174,5 +176,6 @@ def plan_kv_memory(
     note = (
         f"KV cache: {num_blocks} blocks of {block_size} = {room} tokens, {size(num_blocks * per_block)} ({why}); "
         f"max_model_len {max_model_len}{shrunk}; {max(1, room // max_model_len)} requests at full length"
+        + (f"; {size(reserved)} are kept for steps, as measured" if reserved else "")
     )
     return KVMemoryPlan(num_blocks, per_block, max_model_len, note)

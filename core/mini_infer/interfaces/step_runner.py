@@ -30,6 +30,15 @@ class StepRunner(ABC):
         """
         return
 
+    def reserve_bytes(self, step_bytes: int, num_tokens: int) -> int:
+        """Bytes of the device that it keeps beside what a plain run takes and gives back.
+
+        Args:
+            step_bytes: measured, what the largest plain run takes at its peak.
+            num_tokens: of that run.
+        """
+        return 0
+
     def rehearsals(self) -> "Sequence[StepShape]":
         """Shapes to be run once before the first request, on padding rows, so that no request waits for a capture.
 

@@ -7,6 +7,7 @@ from mini_infer.settings.schema import (
     Settings,
     leaf_keys,
     load_settings,
+    parse_share,
     parse_size,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "Settings",
     "leaf_keys",
     "load_settings",
+    "parse_share",
     "parse_size",
 ]

@@ -44,8 +44,13 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+def parse_share(text: str) -> float | None:
+    """Returns a number below 1 that has no unit, such as ``"0.8"``; None for anything else."""
+    return float(text) if re.fullmatch(r"0?\.\d+", text.strip()) else None
+
+
 def _size_or_auto(text: str) -> str:
-    if text != "auto":
+    if text != "auto" and parse_share(text) is None:
         parse_size(text)
     return text
 
@@ -78,7 +83,8 @@ class EngineSettings(BaseModel):
         default=None, description="KV blocks, null block not counted; overrides kv_cache_memory"
     )
     kv_cache_memory: Annotated[str, AfterValidator(_size_or_auto)] = Field(
-        default="auto", description="'12GiB'; auto: 0.9 of what is free after weights on a GPU, at most 2 GiB on a CPU"
+        default="auto",
+        description="'12GiB' or '0.5' of what is free; auto: 0.9 of that on a GPU, at most 2 GiB on a CPU",
     )
     max_model_len: Count | Literal["auto"] = Field(
         default="auto", description="longest prompt + output in tokens; auto: the checkpoint's, shrunk to what fits"

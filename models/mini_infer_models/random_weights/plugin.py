@@ -23,9 +23,7 @@ class Settings(BaseModel):
 
     std: float = Field(default=0.02, gt=0, description="standard deviation of weights and biases; norms are 1")
     seed: int = Field(default=0, ge=0, description="of the generator; the same seed gives the same weights on a device")
-    uniform: float = Field(
-        default=0.0, ge=0, description="above 0: all evenly between its negative and itself"
-    )
+    uniform: float = Field(default=0.0, ge=0, description="above 0: all evenly between its negative and itself")
 
 
 @hookimpl

@@ -62,6 +62,11 @@ class CudaGraphRunner(StepRunner):
         max_num_rows = max([limits.max_num_rows + padding_rows, *self._batch_sizes[-1:]])
         return replace(limits, max_num_rows=max_num_rows, max_num_tokens=self._max_num_tokens)
 
+    def reserve_bytes(self, step_bytes: int, num_tokens: int) -> int:
+        # All graphs share one pool, which is as large as the largest of them.
+        largest = max([0, *self._batch_sizes, *self._num_tokens])
+        return step_bytes * min(largest, num_tokens) // num_tokens
+
     def rehearsals(self) -> "Sequence[StepShape]":
         # From the largest on: the others find room in what it leaves.
         prompts = [StepShape(1, num_tokens, 0, 0, num_tokens) for num_tokens in reversed(self._num_tokens)]
