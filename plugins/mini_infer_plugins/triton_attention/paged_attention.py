@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import triton
 
-from mini_infer.flash_attention import FlashAttention, find_flash_attention
+from mini_infer.flash_attention import find_flash_attention
 from mini_infer.interfaces import AttentionBackend, AttentionCapabilities
 from mini_infer_plugins.triton_attention.kernels import (
     decode_kernel,
@@ -32,16 +32,12 @@ _MOST_TILE_ROWS = 64  # query heads times queries of a uniform row that one tile
 
 
 @dataclass(frozen=True, slots=True)
-class _LongRows:
-    """The rows of a step that are not uniform, and what FlashAttention wants to know of them."""
+class _FlashStep:
+    """What FlashAttention wants to know of a step on the host."""
 
     batch: "ForwardBatch"
-    first: int
-    fresh: bool  # all are whole prompts, whose keys and values are all in this step
+    fresh: bool  # all rows are whole prompts, whose keys and values are all in this step
     max_seq_len: int
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class _Unwritten:
 
 @dataclass(frozen=True, slots=True)
 class _Fresh:
-    """A step whose long rows are whole prompts, query and key rotated: their cache need not be read."""
+    """A step of whole prompts, query and key rotated: the cache need not be read."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -82,7 +78,7 @@ class TritonAttention(AttentionBackend):
         self._precision = "ieee" if spec.dtype == "float32" else "tf32"
         on_gpu = device.startswith("cuda")
         self._flash = find_flash_attention(spec, device) if on_gpu else None
-        self._long: _LongRows | None = None  # of the step at work
+        self._flash_step: _FlashStep | None = None  # of the step at work
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
@@ -120,8 +116,8 @@ class TritonAttention(AttentionBackend):
         decodes = self._num_decode_rows(layer, batch) == batch.shape.num_rows and batch.shape.decode_query_len == 1
         if decodes and batch.around_attention is None:
             return _Unwritten(query, key, value)
-        long_rows = self._long_rows_of(layer, batch)
-        fresh = self._flash is not None and long_rows is not None and long_rows.fresh
+        step = self._flash_step_of(layer, batch)
+        fresh = step is not None and step.fresh
         query, key = self._write(layer, query, key, value, batch, keeps_key=fresh)
         return _Fresh(query, key, value) if fresh else query
 
@@ -136,12 +132,14 @@ class TritonAttention(AttentionBackend):
         fresh = query if isinstance(query, _Fresh) else None
         query = query if isinstance(query, torch.Tensor) else query.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-        num_decode_rows, long_rows = self._num_decode_rows(layer, batch), self._long_rows_of(layer, batch)
+        step = self._flash_step_of(layer, batch)
+        if step is not None:
+            self._with_flash(layer, query, out, step, fresh)
+            return out
+        num_decode_rows = self._num_decode_rows(layer, batch)
         if num_decode_rows:
             self._decode(layer, query, out, batch, num_decode_rows, unwritten)
-        if long_rows is not None and self._flash is not None:
-            self._with_flash(self._flash, layer, query, out, batch, long_rows, fresh)
-        elif long_rows is not None:
+        if num_decode_rows < batch.shape.num_rows:
             self._long_rows(layer, query, out, batch, num_decode_rows)
         return out
 
@@ -155,24 +153,18 @@ class TritonAttention(AttentionBackend):
         fits = self._group(layer) * batch.shape.decode_query_len <= _MOST_TILE_ROWS
         return batch.shape.num_decode_rows if fits else 0
 
-    def _long_rows_of(self, layer: "Attention", batch: "ForwardBatch") -> _LongRows | None:
-        """The other rows, if there are any; worked out once a step."""
-        first = self._num_decode_rows(layer, batch)
-        if first == batch.shape.num_rows:
+    def _flash_step_of(self, layer: "Attention", batch: "ForwardBatch") -> _FlashStep | None:
+        """What FlashAttention needs of a step that it runs: one that is not uniform rows alone."""
+        if self._flash is None or self._num_decode_rows(layer, batch) == batch.shape.num_rows:
             return None
-        known = self._long
-        if known is None or known.batch is not batch or known.first != first:
+        known = self._flash_step
+        if known is None or known.batch is not batch:
             in_a_graph = batch.shape.gives == "logits" or batch.around_attention is not None
-            whole = batch.seq_lens_host[first:] == batch.query_lens_host[first:]
             most = batch.block_table.shape[1] * self.block_size
-            known = self._long = _LongRows(
+            known = self._flash_step = _FlashStep(
                 batch=batch,
-                first=first,
-                fresh=whole and not in_a_graph,
-                max_seq_len=most if in_a_graph else max(batch.seq_lens_host[first:]),
-                cu_seqlens_q=batch.cu_seqlens_q[first:],
-                seq_lens=batch.seq_lens[first:],
-                block_table=batch.block_table[first:],
+                fresh=not in_a_graph and batch.seq_lens_host == batch.query_lens_host,
+                max_seq_len=most if in_a_graph else max(batch.seq_lens_host),
             )
         return known
 
@@ -204,27 +196,25 @@ class TritonAttention(AttentionBackend):
         return rotated_query, rotated_key
 
     def _with_flash(
-        self,
-        flash: FlashAttention,
-        layer: "Attention",
-        query: torch.Tensor,
-        out: torch.Tensor,
-        batch: "ForwardBatch",
-        long_rows: _LongRows,
-        fresh: _Fresh | None,
+        self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, step: _FlashStep, fresh: _Fresh | None
     ) -> None:
-        """Rows that are not uniform by FlashAttention, over the same blocks or, whole prompts, beside them."""
+        """All rows by FlashAttention, over the blocks or, whole prompts, beside them.
+
+        Uniform rows among them too: one launch a layer more would cost the host more than it saves the device.
+        """
+        assert self._flash is not None
+        batch = step.batch
         keys, values = layer.kv_cache.transpose(2, 3) if fresh is None else (fresh.key, fresh.value)
-        flash(
+        self._flash(
             query,
             keys,
             values,
             out,
-            cu_seqlens_q=long_rows.cu_seqlens_q,
-            seq_lens=long_rows.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seq_lens=batch.seq_lens,
             max_query_len=batch.shape.max_query_len,
-            max_seq_len=long_rows.max_seq_len,
-            block_table=long_rows.block_table if fresh is None else None,
+            max_seq_len=step.max_seq_len,
+            block_table=batch.block_table if fresh is None else None,
             scale=layer.scale,
             window=-1 if self.spec.sliding_window is None else self.spec.sliding_window - 1,
         )

@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against PyTorch: ``make test-kernels``. No GPU is needed."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import torch
 import torch.nn.functional as F
+from tests.plugins.flash_attention.fake_libraries import CONTENT
 
+from mini_infer.flash_attention import FlashAttention, _kernels_of_3
 from mini_infer.interfaces import BatchLimits, KVCacheSpec
 from mini_infer.layers import Attention, RMSNorm
 from mini_infer.layers.rotary import RotaryEmbedding
@@ -128,7 +131,10 @@ MIXED = [(1, 9), (1, 20), (6, 30), (20, 20)]
 @pytest.mark.parametrize("rows", [DECODES, VERIFIES, PROMPTS, MIXED], ids=["decode", "verify", "prompts", "mixed"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 16), (6, 2, 32), (2, 2, 80)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+@pytest.mark.parametrize("flash", [False, True], ids=["", "with-flash-attention"])
+def test_attention(
+    rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, window: int | None, flash: bool
+) -> None:
     torch.manual_seed(0)
     kind = "full" if window is None else "sliding"
     spec = KVCacheSpec(kind, kv_heads, dim, dim, "float32", window)
@@ -141,6 +147,8 @@ def test_attention(rows: list[tuple[int, int]], heads: int, kv_heads: int, dim: 
     answers, caches = [], []
     for backend_type in (TritonAttention, ReferenceAttention):
         backend = backend_type(spec, "cpu", 16)
+        if flash and isinstance(backend, TritonAttention):
+            backend._flash = FlashAttention(_kernels_of_3(SimpleNamespace(**CONTENT["vfa3"])))
         attention = Attention(
             heads,
             spec,
