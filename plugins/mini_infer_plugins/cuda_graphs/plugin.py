@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from mini_infer.gpu import expect_gpu
 from mini_infer.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -32,5 +33,6 @@ class Settings(BaseModel):
 def step_runner(context: "BuildContext") -> "StepRunner":
     from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 
+    expect_gpu(name, context.device)
     settings = context.settings_of(name, Settings)
     return CudaGraphRunner(settings.batch_sizes, settings.num_tokens, context.log)
