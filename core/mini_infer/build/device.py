@@ -102,7 +102,7 @@ def _why_none() -> tuple[str, str]:
     import torch
 
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         said = ""
     except (RuntimeError, AssertionError) as error:
         said = str(error)

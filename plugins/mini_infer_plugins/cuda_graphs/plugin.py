@@ -31,8 +31,8 @@ class Settings(BaseModel):
 
 @hookimpl
 def step_runner(context: "BuildContext") -> "StepRunner":
+    expect_gpu(name, context.device)
     from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 
-    expect_gpu(name, context.device)
     settings = context.settings_of(name, Settings)
     return CudaGraphRunner(settings.batch_sizes, settings.num_tokens, context.log)

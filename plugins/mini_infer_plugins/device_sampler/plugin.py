@@ -16,7 +16,7 @@ missing = missing_triton
 
 @hookimpl
 def sampler(context: "BuildContext") -> "Sampler":
+    expect_triton(name, context.device)
     from mini_infer_plugins.device_sampler.sampler import DeviceSampler
 
-    expect_triton(name, context.device)
     return DeviceSampler()

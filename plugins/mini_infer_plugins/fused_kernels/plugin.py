@@ -19,7 +19,7 @@ missing = missing_triton
 
 @hookimpl
 def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
+    expect_triton(name, context.device)
     from mini_infer_plugins.fused_kernels.layer import FusedKernels
 
-    expect_triton(name, context.device)
     return [FusedKernels(context.log)]

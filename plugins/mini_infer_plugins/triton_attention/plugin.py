@@ -19,8 +19,8 @@ missing = missing_triton
 
 @hookimpl
 def attention_backends(context: "BuildContext") -> "Sequence[type[AttentionBackend]]":
-    from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
-
     if context.device.startswith("cuda"):  # elsewhere another backend serves
         expect_triton(name, context.device)
+    from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
+
     return [TritonAttention]
