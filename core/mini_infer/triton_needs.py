@@ -25,8 +25,9 @@ def missing_triton() -> str | None:
         return f"Triton needs a C compiler, and CC names '{compiler}', which is none: correct or unset CC"
     if compiler is None and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "Triton needs a C compiler: install gcc or clang, or name one in the environment variable CC"
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
+    headers = _python_headers()
+    elsewhere = os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")  # where the compiler looks, too
+    if not (headers / "Python.h").is_file() and not elsewhere:
         return f"Triton needs Python's C headers, and there is no {headers}/Python.h: install python3-dev"
     return None
 
@@ -47,3 +48,9 @@ def expect_triton(plugin: str, device: str) -> None:
             f"plugin {plugin} cannot be used: Triton does not work on {device}: {in_one_line(error)}: make its "
             f"compiler and driver work, or leave the plugin out with without = ['{plugin}']"
         ) from error
+
+
+def _python_headers() -> Path:
+    """The folder that Triton passes to the compiler; on Debian that is not the default one."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
