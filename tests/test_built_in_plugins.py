@@ -1,5 +1,6 @@
 """The plugins of this distribution keep the contract: they load, cost nothing heavy, and the sets name real ones."""
 
+import re
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def test_each_loads(name: str) -> None:
     try:
         plugin = load_plugin(INDEX.get(name))
     except PluginLoadError as e:
-        assert "pip install 'mini-infer[" in str(e), e
+        assert re.search(r"pip install (triton|'mini-infer\[)|Triton needs", str(e)), e
         pytest.skip(str(e))
     assert plugin.name == name
 

@@ -373,9 +373,10 @@ def test_each_auto_is_decided_where_the_page_says() -> None:
             assert re.search(rf"^(def|class) {decider}\b|^{decider}\b.* =", source, re.MULTILINE), row
 
 
-def test_the_errors_of_the_quickstart_are_said_so() -> None:
+@pytest.mark.parametrize("page", ["quickstart", "troubleshooting"])
+def test_the_errors_of_a_page_are_said_so(page: str) -> None:
     """Each message in its table is one that the code can give."""
-    text = (ROOT / "docs/quickstart.md").read_text()
+    text = (ROOT / f"docs/{page}.md").read_text()
     table = text[text.index("| it says |") :].split("\n\n")[0]
     for row in table.splitlines()[2:]:
         cell = row.strip("|").split("|")[0]

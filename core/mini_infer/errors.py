@@ -2,7 +2,9 @@
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception of somebody else's code as a part of our line: its class and what it says."""
+    """An exception as a part of our line: what it says, and of somebody else's code its class."""
+    if isinstance(error, MiniInferError):
+        return " ".join(str(error).split())
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
@@ -47,3 +49,7 @@ class RequestError(MiniInferError):
 
 class EngineError(MiniInferError):
     """The engine itself failed; it serves nothing any more."""
+
+
+class DeviceError(EngineError):
+    """The device failed, and with it the engine."""

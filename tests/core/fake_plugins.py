@@ -4,6 +4,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mini_infer.plugins import hookimpl
+
 
 class FakeDistributions:
     """Installs distributions with plugins into a folder on ``sys.path``."""
@@ -31,6 +33,15 @@ def plugin(name: str, **attributes: Any) -> ModuleType:
     module = ModuleType(name.replace("-", "_"))
     vars(module).update(name=name, api_version=0, **attributes)
     return module
+
+
+def answering(hook: str, answer: Any) -> ModuleType:
+    """A plugin whose hook gives that answer."""
+
+    def implementation(context: Any) -> Any:
+        return answer
+
+    return plugin(hook.replace("_", "-"), implementation=hookimpl(specname=hook)(implementation))
 
 
 def stub(interface: type) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.core.fake_plugins import plugin
+from tests.core.fake_plugins import answering, plugin
 
 from mini_infer.errors import EngineError, PluginError, RequestError
 from mini_infer.interfaces import Executor, LateLogitsProcessor, LogitsProcessor, SamplingParams
@@ -37,13 +37,6 @@ def request(index: int, **params: Any) -> EngineRequest:
     prompt = torch.randint(0, BROKEN, (3 + 3 * (index % 4),), generator=generator).tolist()
     given = {"temperature": index % 2, "max_tokens": 12, "logit_bias": {BROKEN: -100.0}, **params}
     return EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=SamplingParams(**given), seed=index)
-
-
-def answering(hook: str, answer: Any) -> Any:
-    def implementation(context: Any) -> Any:
-        return answer
-
-    return plugin(hook.replace("_", "-"), implementation=hookimpl(specname=hook)(implementation))
 
 
 def check_others(

@@ -122,6 +122,45 @@ def test_it_answers_and_its_engine_may_die(model: Path) -> None:
         assert gone(engine)
 
 
+FAULTY = """
+import torch
+from mini_infer.plugins import hookimpl
+from mini_infer.sampling.sampler import ReferenceSampler
+
+name = "faulty"
+api_version = 0
+
+
+class Faulty(ReferenceSampler):
+    calls = 0
+
+    def greedy(self, *arguments):
+        self.calls += 1
+        if self.calls > 3:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\\nCompile with ...\\n")
+        return super().greedy(*arguments)
+
+
+@hookimpl
+def sampler(context):
+    return Faulty()
+"""
+
+
+def test_a_device_fault_ends_requests_and_server_with_one_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    sets = ("--set", f'plugin_dirs=["{tmp_path}"]', "--plugins", "faulty")
+    told = "the engine died: the device failed: CUDA error: an illegal memory access was encountered: start again; "
+    with running(model, *sets) as server, httpx.Client(timeout=30) as http:
+        body = {"prompt": [1, 2, 3], "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+        answer = http.post(f"{server.url}/v1/completions", json=body)
+        assert answer.status_code >= 500 and error_of(answer)["message"].startswith(told)
+        assert http.get(f"{server.url}/health").status_code == 503
+        assert server.end() == 1
+        after = server.output[next(i for i, line in enumerate(server.output) if "curl" in line) + 1 :]
+        assert len(after) == 1 and after[0].startswith(told) and after[0].endswith("; the server has ended\n"), after
+
+
 def test_sigterm_lets_running_answers_finish(model: Path) -> None:
     with running(model, "--set", "engine.skip_tokenizer=true") as server, httpx.Client(timeout=30) as http:
         engine = server.engine_pid

@@ -18,6 +18,7 @@ import torch
 
 from mini_infer.build.attention_choice import choose_block_size
 from mini_infer.build.composition import Composition, compose
+from mini_infer.build.device import device_faults_in_plain_words
 from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
 from mini_infer.build.profile_run import measure_step
 from mini_infer.choices import Choice
@@ -86,10 +87,11 @@ def build_engine(
     """
     with memory_errors_in_plain_words():
         composition = compose(settings, modules)
-        expect_weights_fit(composition.found.on_paper(), composition.context.device)
-        transforms = composition.manager.many("model_transforms", composition.context)
-        model = load_checkpoint(composition.found, settings, transforms)
-        return _Builder(composition, model).build(check, clock)
+        with device_faults_in_plain_words(composition.context.device):
+            expect_weights_fit(composition.found.on_paper(), composition.context.device)
+            transforms = composition.manager.many("model_transforms", composition.context)
+            model = load_checkpoint(composition.found, settings, transforms)
+            return _Builder(composition, model).build(check, clock)
 
 
 class _Builder:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mini_infer.build.attention_choice import choose_backend
-from mini_infer.build.device import resolve_device
+from mini_infer.build.device import expect_dtype, resolve_device
 from mini_infer.choices import Choice
 from mini_infer.errors import ConfigError
 from mini_infer.model.checkpoint import FoundCheckpoint, attention_layers, find_checkpoint
@@ -78,6 +78,7 @@ def compose(settings: "Settings", modules: Sequence[Any] = ()) -> Composition:
     manager = PluginManager(settings, device=device, modules=modules)
     log += manager.notes
     found = find_checkpoint(settings, manager, manager.context(dtype=settings.engine.dtype, log=log.append))
+    expect_dtype(found.dtype_name, device)
     context = manager.context(dtype=found.dtype_name, log=log.append)
     choices = [c for c in (choice, *found.choices) if c is not None]
     offered = manager.many("attention_backends", context)

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from mini_infer.errors import EngineError
+from mini_infer.errors import DeviceError
+from mini_infer.gpu import device_fault
 from mini_infer.interfaces.executor import Executor, PendingOutput
 
 if TYPE_CHECKING:
@@ -28,16 +27,18 @@ class InlineExecutor(Executor):
         assert self._worker is not None, "start comes first"
         try:
             self._worker.forward(plan)
-        except torch.AcceleratorError as error:
-            raise _device_lost(error) from error
+        except Exception as error:
+            _expect_device_alive(error)
+            raise
 
     def sample(self, late: "LateInputs") -> PendingOutput:
         """See ``Executor.sample``."""
         assert self._worker is not None, "start comes first"
         try:
             return _Pending(self._worker.sample(late))
-        except torch.AcceleratorError as error:
-            raise _device_lost(error) from error
+        except Exception as error:
+            _expect_device_alive(error)
+            raise
 
 
 class _Pending:
@@ -47,9 +48,13 @@ class _Pending:
     def result(self) -> "StepOutput":
         try:
             return self._step.result()
-        except torch.AcceleratorError as error:
-            raise _device_lost(error) from error
+        except Exception as error:
+            _expect_device_alive(error)
+            raise
 
 
-def _device_lost(error: Exception) -> EngineError:
-    return EngineError(f"the device failed: {error}")
+def _expect_device_alive(error: Exception) -> None:
+    fault = device_fault(error)
+    if fault is not None:
+        hint = "start again; should it come back, CUDA_LAUNCH_BLOCKING=1 tells which kernel it was"
+        raise DeviceError(f"the device failed: {fault}: {hint}") from error

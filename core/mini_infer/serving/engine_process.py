@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mini_infer import errors
-from mini_infer.errors import ConfigError, EngineError, MiniInferError, in_one_line
+from mini_infer.errors import ConfigError, DeviceError, EngineError, MiniInferError, in_one_line
 from mini_infer.messages import ModelFacts  # noqa: TC001 (msgspec reads it)
 from mini_infer.serving.engine_client import Abort, Command, Outputs, Stop, Submit, serve_engine
 from mini_infer.serving.frames import FrameReader, frame
@@ -111,6 +111,9 @@ def _run(sock: socket.socket, inbox: _Inbox, start: Start) -> int:
         serve_engine(built.engine, inbox.receive, lambda outputs: sock.sendall(frame(outputs)))
     except ConnectionError:
         raise
+    except DeviceError as error:
+        sock.sendall(frame(Died(in_one_line(error))))
+        os._exit(1)  # what libraries release at exit would fail on this device, and abort in many lines
     except Exception as error:
         traceback.print_exc()
         sock.sendall(frame(Died(in_one_line(error))))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from mini_infer.gpu import expect_gpu
 from mini_infer.plugins import hookimpl
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Settings(BaseModel):
 
 @hookimpl
 def step_runner(context: "BuildContext") -> "StepRunner":
+    expect_gpu(name, context.device)
     from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 
     settings = context.settings_of(name, Settings)

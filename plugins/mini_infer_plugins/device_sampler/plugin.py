@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mini_infer.errors import ConfigError
 from mini_infer.plugins import hookimpl
+from mini_infer.triton_needs import expect_triton, missing_triton
 
 if TYPE_CHECKING:
     from mini_infer.build_context import BuildContext
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 name = "device-sampler"
 api_version = 0
+missing = missing_triton
 
 
 @hookimpl
 def sampler(context: "BuildContext") -> "Sampler":
+    expect_triton(name, context.device)
     from mini_infer_plugins.device_sampler.sampler import DeviceSampler
 
-    if not context.device.startswith("cuda"):
-        raise ConfigError(f"plugin device-sampler runs on a GPU, not on {context.device}: leave it out")
     return DeviceSampler()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mini_infer.plugins import hookimpl
+from mini_infer.triton_needs import expect_triton, missing_triton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 name = "fused-kernels"
 api_version = 0
 provides = ("operator-fusion",)
+missing = missing_triton
 
 
 @hookimpl
 def model_transforms(context: "BuildContext") -> "Sequence[ModelTransform]":
+    expect_triton(name, context.device)
     from mini_infer_plugins.fused_kernels.layer import FusedKernels
 
     return [FusedKernels(context.log)]

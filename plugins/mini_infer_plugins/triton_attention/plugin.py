@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mini_infer.plugins import hookimpl
+from mini_infer.triton_needs import expect_triton, missing_triton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,10 +14,13 @@ if TYPE_CHECKING:
 name = "triton-attention"
 api_version = 0
 provides = ("paged-kv", "multi-token-verify", "graph-safe")
+missing = missing_triton
 
 
 @hookimpl
 def attention_backends(context: "BuildContext") -> "Sequence[type[AttentionBackend]]":
+    if context.device.startswith("cuda"):  # elsewhere another backend serves
+        expect_triton(name, context.device)
     from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
 
     return [TritonAttention]
