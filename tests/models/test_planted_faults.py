@@ -363,8 +363,8 @@ def last_token_of_another_row(patch: MonkeyPatch) -> None:
 def tokens_of_another_row(patch: MonkeyPatch) -> None:
     """The answers of the last two rows change places."""
 
-    def rows_of(call: Any, self: Any, drawn: Any) -> Any:
-        rows = call(self, drawn)
+    def rows_of(call: Any, self: Any, *args: Any) -> Any:
+        rows = call(self, *args)
         return [*rows[:-2], *rows[-2:][::-1]]
 
     around(patch, PendingStep, "_rows", rows_of)

@@ -41,6 +41,7 @@ class Drawn:
     def launch(
         cls,
         layout: "Layout",
+        device: str,
         prompt_logprobs: "Sequence[torch.Tensor | None]",
         num_drafts: "Sequence[int]" = (),
         emitted: torch.Tensor | None = None,
@@ -52,6 +53,7 @@ class Drawn:
 
         Args:
             layout: of the step.
+            device: the tensors'.
             prompt_logprobs: of each span, packed; None if not asked for.
             num_drafts: of each drawing span.
             emitted: [num_drawing_rows, 1 + most drafts] int64, -1 past the accepted ones; None if no row draws.
@@ -65,23 +67,31 @@ class Drawn:
         tensors += [t for t in (num_accepted, logprobs) if t is not None]
         prompts = [i for i, packed in enumerate(prompt_logprobs) if packed is not None]
         tensors += [packed for packed in prompt_logprobs if packed is not None]
-        copy = HostCopy(tensors)
+        copy = HostCopy(tensors, device)
         return cls(layout, list(num_drafts), copy, num_accepted is not None, logprobs is not None, prompts)
 
 
 class PendingStep:
-    """``interfaces.PendingOutput`` of a worker in this process."""
+    """``interfaces.PendingOutput`` of a worker in this process.
 
-    def __init__(self, step_id: int, drawn: Drawn | None, kv_store: "KVStore") -> None:
+    Args:
+        step_id: the plan's.
+        drawn: None if the plan granted nothing.
+        kv_store: knows which copies the step ran.
+        device: torch device string.
+    """
+
+    def __init__(self, step_id: int, drawn: Drawn | None, kv_store: "KVStore", device: str) -> None:
         self._step_id, self._drawn, self._kv_store = step_id, drawn, kv_store
+        self._end = HostCopy([], device) if drawn is None else drawn.copy
 
     def result(self) -> StepOutput:
         """Wait for the device to reach the end of this step, and write the answer."""
-        rows = [] if self._drawn is None else self._rows(self._drawn)
-        return StepOutput(self._step_id, rows, copies_done=self._kv_store.take_done())
+        tensors = self._end.wait()
+        rows = [] if self._drawn is None else self._rows(self._drawn, tensors)
+        return StepOutput(self._step_id, rows, copies_done=self._kv_store.take_done(self._step_id))
 
-    def _rows(self, drawn: Drawn) -> list[RowOutput]:
-        tensors = drawn.copy.wait()
+    def _rows(self, drawn: Drawn, tensors: list[torch.Tensor]) -> list[RowOutput]:
         count = len(drawn.num_drafts)
         tokens: list[int] = tensors.pop(0).tolist() if count else []
         num_positions = count + sum(drawn.num_drafts)

@@ -11,13 +11,14 @@ class HostCopy:
     Work launched afterwards is not waited for, so the host can read one step while the device runs the next.
 
     Args:
-        tensors: of one device.
+        tensors: of one device; none at all to wait for the work launched so far.
+        device: theirs.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: str) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
-        if tensors and tensors[0].device.type == "cuda":
+        if device.startswith("cuda"):
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for target, source in zip(self._tensors, tensors, strict=True):
                 target.copy_(source, non_blocking=True)

@@ -5,8 +5,8 @@
     tier "device":  layer 0 [block 0 (null) | block 1 | block 2 | ...]   layer 1 [...]   ...
     tier "host":    layer 0 [block 0 unused | block 1 | ...]             ...            the same layout, pinned
 
-Block b of a tier is slice b of every layer. Copies run in the order of plans, before the step's forward pass; one that
-is done is reported with the next answer that reaches the host.
+Block b of a tier is slice b of every layer. Copies run in the order of plans, before the step's forward pass; they are
+reported with the answer of their step, or with the next that reaches the host where that one is lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class KVStore:
         self._layers = {DEVICE_TIER: self._make(num_blocks, dtypes, device, pin=False)}
         for tier, size in tiers.items():
             self._layers[tier] = self._make(size, dtypes, "cpu", pin=pinned)
-        self._done: list[int] = []
+        self._launched: list[tuple[int, int]] = []  # (step, copy) not yet reported
 
     def _make(self, num_blocks: int, dtypes: Sequence[torch.dtype], device: str, *, pin: bool) -> list[torch.Tensor]:
         shapes = [backend.kv_cache_shape(num_blocks + 1) for backend in self._backends]
@@ -58,17 +58,18 @@ class KVStore:
         """Each layer's cache tensor on the device."""
         return self._layers[DEVICE_TIER]
 
-    def run(self, copies: Sequence[Copy]) -> None:
-        """Launch copies; on a stream, so that they precede whatever is launched after."""
+    def run(self, copies: Sequence[Copy], step_id: int) -> None:
+        """Launch a step's copies; on its stream, so that they precede whatever is launched after."""
         for copy in copies:
             for layer in range(len(self._backends)):
                 target, source = self._block(copy.target, layer), self._block(copy.source, layer)
                 target.copy_(source, non_blocking=True)
-            self._done.append(copy.copy_id)
+            self._launched.append((step_id, copy.copy_id))
 
-    def take_done(self) -> list[int]:
-        """Copies that are complete and not yet reported."""
-        done, self._done = self._done, []
+    def take_done(self, step_id: int) -> list[int]:
+        """Copies not yet reported that are complete, the device having reached the end of step ``step_id``."""
+        done = [copy_id for step, copy_id in self._launched if step <= step_id]
+        self._launched = [(step, copy_id) for step, copy_id in self._launched if step > step_id]
         return done
 
     def _block(self, ref: BlockRef, layer: int) -> torch.Tensor:

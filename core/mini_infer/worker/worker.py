@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mini_infer.errors import PluginError
 from mini_infer.plan import LateInputs, StepPlan
 from mini_infer.sampling.acceptance import accept
 from mini_infer.sampling.greedy import all_finite
@@ -84,7 +85,7 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's differences and launch the forward pass."""
         self._step = None
-        self._parts.kv_store.run(plan.copies)
+        self._parts.kv_store.run(plan.copies, plan.step_id)
         self._apply(plan)
         if not plan.grants:
             self._step = _Forwarded(plan, None, None)
@@ -93,6 +94,11 @@ class Worker:
         for backend in self._parts.backends:
             backend.prepare(batch)
         out = self._parts.step_runner.run(self._run_model, batch)
+        if batch.shape.gives == "last" and len(out) != batch.shape.num_rows:
+            raise PluginError(
+                f"{type(self._parts.model).__name__} gave {len(out)} outputs for the last tokens of "
+                f"{batch.shape.num_rows} rows: its last layer, or what replaces it, must honour StepShape.last_only"
+            )
         self._step = _Forwarded(plan, batch, _Output(self._parts.model, layout, out))
 
     @torch.inference_mode()
@@ -101,7 +107,7 @@ class Worker:
         step = self._step
         assert step is not None, "sample follows forward"
         drawn = None if step.batch is None or step.output is None else self._draw(step.output, step.batch, late)
-        return PendingStep(step.plan.step_id, drawn, self._parts.kv_store)
+        return PendingStep(step.plan.step_id, drawn, self._parts.kv_store, self._parts.device)
 
     def _run_model(self, batch: "ForwardBatch") -> torch.Tensor:
         """What the shape gives: logits if every token may draw, so that a device graph holds them too."""
@@ -134,7 +140,7 @@ class Worker:
         drawing = [span for span in spans if span.grant.samples]
         if not drawing:
             self._advance(output.layout, drawing, None, None)
-            return Drawn.launch(output.layout, prompt_logprobs)
+            return Drawn.launch(output.layout, self._parts.device, prompt_logprobs)
         output_index, rows, num_drafts = self._inputs.sampling_rows(output.layout, late, batch.positions)
         logits = output.logits(output_index, len(rows.slots_host))
         if self._is_greedy(rows, late):
@@ -145,7 +151,9 @@ class Worker:
         drafts = [s.grant.draft_token_ids[:n] for s, n in zip(drawing, num_drafts, strict=True)]
         emitted, num_accepted = accept(tokens, drafts) if any(drafts) else (tokens[:, None], None)
         self._advance(output.layout, drawing, emitted, num_accepted)
-        return Drawn.launch(output.layout, prompt_logprobs, num_drafts, emitted, num_accepted, ok, logprobs)
+        return Drawn.launch(
+            output.layout, self._parts.device, prompt_logprobs, num_drafts, emitted, num_accepted, ok, logprobs
+        )
 
     def _is_greedy(self, rows: "SamplingRows", late: LateInputs) -> bool:
         changed = self._changes_logits(rows, late) or self._wants_logprobs(rows)
