@@ -83,13 +83,20 @@ class DecoderLayerForward:
         )
         if not plain:
             return None
-        self._matrices = [Matrix(native, m.weight, m.bias, self._blocks) for m in matrices]
+        self._matrices = [self._matrix(native, m) for m in matrices]
         return DecoderLayerArgs(
             *(matrix.args for matrix in self._matrices),
             *(norm.weight.data_ptr() for norm in norms),
             *(norm.eps for norm in norms),
             dtype is torch.bfloat16,
         )
+
+    def _matrix(self, native: ctypes.CDLL, part: Linear) -> Matrix:
+        """The one that the part's own forward reads: a step of many rows may end in products of few."""
+        own = vars(part).get("forward")
+        if isinstance(own, LinearForward):
+            return own.matrix(native)
+        return Matrix(native, part.weight, part.bias, self._blocks)
 
 
 def _is_plain(part: nn.Module, known: type[nn.Module], ours: type) -> bool:

@@ -62,14 +62,19 @@ class LinearForward:
         rows = x.numel() // k
         if native is None or rows > most_rows(x.dtype) or not fits(weight, x.dtype):
             return _torch_linear(x, weight, self._bias)
-        matrix = self._matrix
-        if matrix is None or not matrix.is_of(weight):
-            matrix = self._matrix = Matrix(native, weight, self._bias, self._blocks)
+        matrix = self.matrix(native)
         x = x.contiguous()
         y = torch.empty(*x.shape[:-1], outs, dtype=x.dtype)
         args = ctypes.byref(matrix.args)
         native.linear(args, x.dtype is torch.bfloat16, x.data_ptr(), y.data_ptr(), rows, torch.get_num_threads())
         return y
+
+    def matrix(self, native: ctypes.CDLL) -> Matrix:
+        """The weight as native.cpp reads it, looked at once for all who use it."""
+        weight, matrix = self._weight(), self._matrix
+        if matrix is None or not matrix.is_of(weight):
+            matrix = self._matrix = Matrix(native, weight, self._bias, self._blocks)
+        return matrix
 
 
 class NormForward:

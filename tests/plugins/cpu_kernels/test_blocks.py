@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mini_infer.interfaces import ModelConfig
-from mini_infer.layers import Linear
+from mini_infer.interfaces import ModelConfig, SamplingParams
+from mini_infer.layers import Linear, LMHead
+from mini_infer.messages import EngineRequest
+from mini_infer.testing import make_engine, run_engine
 from mini_infer_plugins.cpu_kernels.few_rows import FewRows
 from mini_infer_plugins.cpu_kernels.matrix import BlockCount, Matrix
 from mini_infer_plugins.cpu_kernels.native import native_build
@@ -83,3 +85,19 @@ def test_what_was_found_is_said_once_all_are_known() -> None:
     assert said == [
         "cpu-kernels: 1 matrices are exactly blocks of 4 bits, 1 of 8 bits; steps of few rows read their 2 MiB"
     ]
+
+
+def test_each_matrix_of_a_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer of a step of many rows multiplies few by itself; steps of few rows multiply a layer at once."""
+    seen: list[int] = []
+
+    def add(count: BlockCount, bits: int, num_bytes: int) -> None:
+        seen.append(bits)
+
+    monkeypatch.setattr(BlockCount, "add", add)
+    engine = make_engine("llama", plugins=["cpu-kernels"], plugin={"cpu-kernels": {"wait": True}}).engine
+    params = SamplingParams(max_tokens=4)
+    for name, num_tokens in (("few", 3), ("many", 60), ("few again", 3)):
+        run_engine(engine, [EngineRequest(request_id=name, prompt_token_ids=[1] * num_tokens, params=params, seed=0)])
+    worker = engine._executor._inner._worker
+    assert len(seen) == sum(isinstance(layer, Linear | LMHead) for layer in worker._parts.model.modules())
