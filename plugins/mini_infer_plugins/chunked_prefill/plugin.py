@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mini_infer.plugins import hookimpl
 
@@ -16,11 +16,15 @@ provides = ("chunked-prefill",)
 
 
 class Settings(BaseModel):
-    """``[plugin.chunked-prefill]``: tokens that a step may run, prompts and decodes together, while requests decode."""
+    """The table ``[plugin.chunked-prefill]``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_tokens_beside_decodes: PositiveInt = 512
+    max_tokens_beside_decodes: PositiveInt = Field(
+        default=512,
+        description="tokens that a step may run, prompts and decodes together, while most requests decode; "
+        "four times as many as decode, where that is more",
+    )
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 Contract: a step is padded to the next bucket with rows on the null block; graphs read the fixed buffers that the core
 fills, so replay needs nothing but their contents. Steps larger than any bucket run as they are. Tokens are those
-without graphs.
+without graphs. What a graph gave is good until the next one runs, which the same stream runs after all that reads it.
 """
 
 from bisect import bisect_left
@@ -14,7 +14,7 @@ import torch
 
 from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import StepRunner
-from mini_infer_plugins.cuda_graphs.pieces import Answers, PieceGraphs
+from mini_infer_plugins.cuda_graphs.pieces import Answers, PieceGraphs, unowned
 
 if TYPE_CHECKING:
     from mini_infer.forward_batch import ForwardBatch
@@ -48,8 +48,7 @@ class CudaGraphRunner(StepRunner):
     def bind(self, backends: "Sequence[AttentionBackend]") -> None:
         unable = ", ".join(b.name for b in backends if b.capabilities.graphs == "none")
         if unable:
-            self._log(f"cuda-graphs: attention '{unable}' cannot be captured, only what is between two attentions")
-            self._num_tokens = sorted({*self._batch_sizes, *self._num_tokens})
+            self._log(f"cuda-graphs: attention '{unable}' cannot be captured, so only steps with prompts have graphs")
             self._batch_sizes = []
         self._captures_verify = all(b.capabilities.graphs != "decode" for b in backends)
 
@@ -111,7 +110,7 @@ class CudaGraphRunner(StepRunner):
             with torch.cuda.graph(graph, pool=self._pool):
                 out = forward(batch)
             self._pool = self._pool or graph.pool()
-            self._graphs[key] = graph, out
+            self._graphs[key] = graph, unowned(out)  # else each graph kept its own logits
         graph, out = self._graphs[key]
         graph.replay()
         return out

@@ -9,6 +9,7 @@ Contract: attention reads what the graph before it wrote at fixed addresses; its
 graph reads. Tokens are those without graphs.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -69,11 +70,17 @@ class PieceGraphs:
         self._pieces: list[_Piece] = []
         self._answers, self._max_num_tokens = answers, max_num_tokens
         self._pool = pool or torch.cuda.graph_pool_handle()
-        forward(batch)  # compiles what has to be
+        # Compiles what has to be: of the variant that is captured, and attention as it is launched between graphs.
+        forward(replace(batch, around_attention=lambda layer, query: layer.backend.attend(layer, query, batch)))
         torch.cuda.synchronize()
         with torch.cuda.stream(_capture_stream()):
             self._begin()
-            self._out = forward(replace(batch, around_attention=self._cut))
+            try:
+                self._out = unowned(forward(replace(batch, around_attention=self._cut)))
+            except BaseException:
+                with suppress(RuntimeError):  # what failed says why
+                    self._graph.capture_end()
+                raise
             self._last = self._graph
             self._last.capture_end()
         torch.cuda.synchronize()
@@ -100,7 +107,7 @@ class PieceGraphs:
         self._graph.capture_end()
         out = self._answers.of(layer, query, self._max_num_tokens)[: query.shape[0]]
         # Held without ownership, so that later pieces may use the memory again, as they do when replayed.
-        self._pieces.append(_Piece(self._graph, layer, _unowned(query), out))
+        self._pieces.append(_Piece(self._graph, layer, unowned(query), out))
         self._begin()
         return out
 
@@ -125,5 +132,6 @@ class _Address:
         }
 
 
-def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, held without keeping it: a graph's pool may give it to what is captured later."""
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from mini_infer.gpu import expect_gpu
 from mini_infer.plugins import hookimpl
@@ -16,17 +16,18 @@ api_version = 0
 
 
 class Settings(BaseModel):
-    """``[plugin.cuda-graphs]``: the steps that have graphs; an empty list is none.
-
-    Attributes:
-        batch_sizes: of decode steps.
-        num_tokens: of steps with prompts.
-    """
+    """The table ``[plugin.cuda-graphs]``: the steps that have graphs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_sizes: list[PositiveInt] = [1, 2, 4, 8, *range(16, 257, 8)]
-    num_tokens: list[PositiveInt] = [16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
+    batch_sizes: list[PositiveInt] = Field(
+        default=[1, 2, 4, 8, *range(16, 257, 8)],
+        description="decode steps of up to so many rows; an empty list: no decode step has a graph",
+    )
+    num_tokens: list[PositiveInt] = Field(
+        default=[16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)],
+        description="steps with prompts of up to so many tokens; an empty list: no step with prompts has graphs",
+    )
 
 
 @hookimpl

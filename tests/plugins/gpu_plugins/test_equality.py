@@ -74,10 +74,10 @@ def test_attention_that_cannot_be_captured_leaves_graphs_between() -> None:
     runner = CudaGraphRunner([1, 2], [8], said.append)
     runner.bind([ReferenceAttention(KVCacheSpec("full", 1, 8, 8, "float32"), "cpu", 16)])
     runner.limits(LIMITS)
-    assert said == ["cuda-graphs: attention 'reference' cannot be captured, only what is between two attentions"]
+    assert said == ["cuda-graphs: attention 'reference' cannot be captured, so only steps with prompts have graphs"]
     one = StepShape.of([1], 1)
     assert runner.shape(one) == one
-    assert [shape.num_tokens for shape in runner.rehearsals()] == [8, 2, 1]
+    assert [shape.num_tokens for shape in runner.rehearsals()] == [8]
 
 
 def test_the_buckets_that_the_engine_can_fill_are_rehearsed() -> None:
