@@ -1,12 +1,13 @@
 """CudaGraphRunner: decode and verify steps replayed as one graph each, steps with prompts as one between attentions.
 
-Contract: a step is padded to the next bucket with rows on the null block; graphs read the fixed buffers that the core
-fills, so replay needs nothing but their contents. Steps larger than any bucket run as they are. Tokens are those
-without graphs. What a graph gave is good until the next one runs, which the same stream runs after all that reads it.
+Contract: a step is padded with rows on the null block to the next bucket, or to a larger one that is faster; graphs
+read the fixed buffers that the core fills, so replay needs nothing but their contents. Steps larger than any bucket run
+as they are. Tokens are those without graphs. What a graph gave is good until the next one runs, which the same stream
+runs after all that reads it.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class CudaGraphRunner(StepRunner):
         self._captures_verify = True
         self._max_num_tokens = self._longest_row = 0
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._seconds: dict[int, float] = {}  # of a decode step, by rows
+        self._fastest: dict[int, int] = {}  # where to pad such a bucket to
         self._pieces: dict[int, PieceGraphs] = {}
         self._answers = Answers()
         self._pool: Any = None
@@ -92,6 +95,8 @@ class CudaGraphRunner(StepRunner):
     def _rows_for(self, shape: "StepShape") -> int | None:
         """Rows of the graph that a step of this shape runs in whole, if there is one."""
         rows = _next(self._batch_sizes, shape.num_rows) if shape.gives == "logits" else None
+        if rows is not None and shape.decode_query_len == 1:
+            rows = self._fastest.get(rows, rows)
         if rows is None or rows * shape.decode_query_len > self._max_num_tokens:
             return None
         return rows if self._captures_verify or shape.decode_query_len == 1 else None
@@ -111,6 +116,9 @@ class CudaGraphRunner(StepRunner):
                 out = forward(batch)
             self._pool = self._pool or graph.pool()
             self._graphs[key] = graph, unowned(out)  # else each graph kept its own logits
+            if key[1] == 1:
+                self._seconds[key[0]] = _seconds_of(graph)
+                self._fastest = {rows: fastest_from(rows, self._seconds) for rows in self._seconds}
         graph, out = self._graphs[key]
         graph.replay()
         return out
@@ -122,6 +130,35 @@ class CudaGraphRunner(StepRunner):
             self._pieces[num_tokens] = PieceGraphs(forward, batch, self._pool, self._answers, self._num_tokens[-1])
             self._pool = self._pieces[num_tokens].pool
         return self._pieces[num_tokens].replay(batch)
+
+
+def fastest_from(rows: int, seconds: Mapping[int, float]) -> int:
+    """Where to pad a bucket of ``rows`` to: a larger one if its step takes clearly less time.
+
+    A library of matrix products has better kernels for some numbers of rows than for others.
+
+    Args:
+        rows: a key of ``seconds``.
+        seconds: of one step, by rows.
+    """
+    best = rows
+    for more, taken in sorted(seconds.items()):
+        if more > rows and taken < 0.99 * seconds[best]:
+            best = more
+    return best
+
+
+def _seconds_of(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one replay, the fastest of three."""
+    found: list[float] = []
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1000)
+    return min(found)
 
 
 def _up_to(buckets: list[int], most: int) -> list[int]:

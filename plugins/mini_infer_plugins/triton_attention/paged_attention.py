@@ -231,7 +231,7 @@ class TritonAttention(AttentionBackend):
         query_len, heads, group = batch.shape.decode_query_len, self.spec.num_kv_heads, self._group(layer)
         splits = self.num_splits(rows)
         block_m = max(16, triton.next_power_of_2(group * query_len))
-        block_n, warps, stages = self._tiling()
+        block_n, warps, stages = self._tiling(rows * heads * splits)
         rotary = None if unwritten is None else layer.rotary
         key, value = (query, query) if unwritten is None else (unwritten.key, unwritten.value)
         decode_kernel[(heads, rows, splits)](
@@ -251,13 +251,15 @@ class TritonAttention(AttentionBackend):
                 PDL=self._pdl, num_warps=1, launch_pdl=self._pdl,
             )  # fmt: skip
 
-    def _tiling(self) -> tuple[int, int, int]:
+    def _tiling(self, programs: int) -> tuple[int, int, int]:
         """Keys a step of a decode program, warps, and steps on their way; by measurement (README).
 
         Many small programs a processor: their block numbers, keys and values are three journeys to memory one after
-        the other, which only other programs' work can hide.
+        the other, which only other programs' work can hide, or, where there are few programs, more steps on their way.
         """
-        return (32, 4, 3) if self._padded_dim > 128 or self.spec.dtype == "float32" else (32, 1, 5)
+        if self._padded_dim > 128 or self.spec.dtype == "float32":
+            return 32, 4, 3
+        return 32, 1, 3 if programs >= 3 * self._num_processors else 5
 
     def _long_rows(
         self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", first: int

@@ -16,7 +16,7 @@ from mini_infer.messages import EngineRequest
 from mini_infer.reference.attention import ReferenceAttention
 from mini_infer.testing import make_engine, run_engine
 from mini_infer.testing.models import tiny_checkpoint
-from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
+from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner, fastest_from
 
 TOGETHER = [
     (),
@@ -88,6 +88,19 @@ def test_the_buckets_that_the_engine_can_fill_are_rehearsed() -> None:
         *((1, 32), (1, 16), (1, 8)),
         *((4, 4), (2, 2), (1, 1)),
     ]
+
+
+def test_a_larger_bucket_that_is_faster_is_taken() -> None:
+    seconds = {8: 1.0, 16: 1.1, 24: 2.0, 32: 1.5, 40: 1.495, 48: 1.2, 56: 1.6}
+    assert {rows: fastest_from(rows, seconds) for rows in seconds} == {
+        8: 8,
+        16: 16,
+        24: 48,
+        32: 48,
+        40: 48,
+        48: 48,
+        56: 56,
+    }
 
 
 def test_a_step_is_padded_to_its_bucket() -> None:
