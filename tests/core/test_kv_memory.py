@@ -5,19 +5,29 @@ from typing import Any
 import pytest
 import torch
 
-from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
+from mini_infer.build.kv_memory import (
+    DeviceMemory,
+    expect_weights_fit,
+    free_memory,
+    memory_errors_in_plain_words,
+    plan_kv_memory,
+)
 from mini_infer.errors import ConfigError
 from mini_infer.interfaces import KVCacheSpec
 from mini_infer.settings import EngineSettings
 
 SPECS = [KVCacheSpec("full", 2, 16, 16, "float32")] * 2
 BLOCK = 16 * 2 * 2 * 2 * 16 * 4  # tokens x layers x (key, value) x heads x width x bytes
+GIB = 2**30
+CARD = DeviceMemory("cuda:0", 10 * GIB, 16 * GIB, step=3 * GIB, runner=GIB)
 
 
-def plan(**engine: Any) -> Any:
+def plan(memory: DeviceMemory | None = None, model_max_len: int = 128, **engine: Any) -> Any:
     settings = EngineSettings(**engine)
-    block_size = settings.block_size or 16
-    return plan_kv_memory(settings, SPECS, block_size=block_size, device="cpu", model_max_len=128)
+    memory = memory or DeviceMemory("cpu", *free_memory("cpu"))
+    return plan_kv_memory(
+        settings, SPECS, block_size=settings.block_size or 16, memory=memory, model_max_len=model_max_len
+    )
 
 
 def test_a_number_of_blocks_is_taken_as_it_is() -> None:
@@ -51,16 +61,49 @@ def test_what_does_not_fit_says_which_setting_to_change(engine: dict[str, Any], 
         plan(**engine)
 
 
-def test_a_share_of_what_is_free_after_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mini_infer.build.kv_memory.free_memory", lambda device: (100 * BLOCK, 200 * BLOCK))
-    engine = EngineSettings(kv_cache_memory="0.5")
-    for reserved, num_blocks in ((0, 50), (60 * BLOCK, 20)):
-        found = plan_kv_memory(engine, SPECS, block_size=16, device="cuda:0", model_max_len=128, reserved=reserved)
-        assert found.num_blocks == num_blocks
-        assert ("480 KiB are kept for steps, as measured" in found.note) == bool(reserved)
-    engine = EngineSettings(num_kv_blocks=50)
-    with pytest.raises(ConfigError, match=r"50 blocks need 408 KiB, 320 KiB are free on cuda:0: lower engine\.num_kv_"):
-        plan_kv_memory(engine, SPECS, block_size=16, device="cuda:0", model_max_len=128, reserved=60 * BLOCK)
+def test_a_gpu_gives_nine_tenths_of_what_the_largest_step_leaves() -> None:
+    found = plan(CARD, model_max_len=2**17)
+    assert found.num_blocks == int(0.9 * 6 * GIB) // BLOCK
+    assert found.note == (
+        "KV cache: 707788 blocks of 16 = 11324608 tokens, 5.4 GiB (engine.kv_cache_memory = auto); max_model_len "
+        "131072; up to 86 requests at full length; the largest step takes 3 GiB (measured); 1 GiB are kept for the "
+        "step runner"
+    )
+    assert plan(CARD, max_num_seqs=2).num_blocks == 2 * 128 // 16, "no more than can be filled"
+
+
+def test_a_share_is_one_of_what_is_left() -> None:
+    found = plan(CARD, model_max_len=2**17, kv_cache_memory="0.5")
+    assert found.num_blocks == 3 * GIB // BLOCK
+    assert "3 GiB (engine.kv_cache_memory = 0.5 of 6 GiB)" in found.note
+    assert "up to 48 requests at full length" in found.note
+    assert plan(CARD, model_max_len=2**17, kv_cache_memory="1.0").num_blocks == 6 * GIB // BLOCK - 1, "the null block"
+    assert plan(CARD, max_num_seqs=2, kv_cache_memory="0.5").num_blocks == 2 * 128 // 16, "no more than can be filled"
+
+
+@pytest.mark.parametrize("engine", [{"kv_cache_memory": "7GiB"}, {"num_kv_blocks": 7 * GIB // BLOCK}])
+def test_what_is_set_must_fit_beside_the_largest_step(engine: dict[str, Any]) -> None:
+    (setting,) = engine
+    with pytest.raises(ConfigError) as refused:
+        plan(CARD, **engine)
+    assert str(refused.value) == (
+        "the KV cache does not fit: 917504 blocks need 7 GiB, 6 GiB are free on cuda:0 beside the 3 GiB of the largest "
+        f"step and the 1 GiB of the step runner: lower engine.{setting}, engine.max_num_batched_tokens or "
+        "engine.max_num_seqs"
+    )
+
+
+def test_a_card_with_no_room_for_one_sequence() -> None:
+    tiny = DeviceMemory("cuda:0", 10 * BLOCK, GIB, step=5 * BLOCK)
+    with pytest.raises(
+        ConfigError, match=r"one sequence .* 128 needs 64 KiB, .* are free on cuda:0 beside the 40 KiB of"
+    ):
+        plan(tiny, max_model_len=128)
+    assert plan(tiny).max_model_len == 4 * 16
+    with pytest.raises(
+        ConfigError, match=r"one block needs 8 KiB, 0 B are free .*: lower engine\.block_size, engine\.max"
+    ):
+        plan(DeviceMemory("cuda:0", 10 * BLOCK, GIB, step=GIB))
 
 
 def test_weights_are_counted_before_memory_is_asked_for() -> None:

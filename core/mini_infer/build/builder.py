@@ -18,7 +18,13 @@ import torch
 
 from mini_infer.build.attention_choice import choose_block_size
 from mini_infer.build.composition import Composition, compose
-from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
+from mini_infer.build.kv_memory import (
+    DeviceMemory,
+    expect_weights_fit,
+    free_memory,
+    memory_errors_in_plain_words,
+    plan_kv_memory,
+)
 from mini_infer.build.profile_run import measure_step
 from mini_infer.choices import Choice
 from mini_infer.engine import Engine, EngineLimits, EngineParts
@@ -113,17 +119,16 @@ class _Builder:
             self._engine_settings,
             [layer.spec for layer in attention_layers(model.module)],
             block_size=self._block_size,
-            device=composition.context.device,
+            memory=self._device_memory(),
             model_max_len=model.config.max_position_embeddings,
-            reserved=self._reserved(),
         )
         composition.log.append(self._memory.note)
 
-    def _reserved(self) -> int:
-        """Bytes that a GPU must keep beside weights and KV cache: the largest step, and what the step runner keeps."""
+    def _device_memory(self) -> DeviceMemory:
+        """What is free, and what a GPU must keep of it: for the largest step, and for the step runner."""
         settings, device = self._engine_settings, self._c.context.device
         if not device.startswith("cuda"):
-            return 0
+            return DeviceMemory(device, *free_memory(device))
         step = measure_step(
             self._model.causal_lm,
             attention_layers(self._model.module),
@@ -133,7 +138,8 @@ class _Builder:
             num_rows=settings.max_num_seqs,
             device=device,
         )
-        return step + self._runner.reserve_bytes(step, settings.max_num_batched_tokens)
+        runner = self._runner.reserve_bytes(step, settings.max_num_batched_tokens)
+        return DeviceMemory(device, *free_memory(device), step, runner)
 
     def _one(self, hook: str, default: Callable[[], Any]) -> Any:
         return self._c.manager.one(hook, self._c.context, default)
