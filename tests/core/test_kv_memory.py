@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from mini_infer.build import builder
 from mini_infer.build.kv_memory import (
     DeviceMemory,
     expect_weights_fit,
@@ -12,9 +13,11 @@ from mini_infer.build.kv_memory import (
     memory_errors_in_plain_words,
     plan_kv_memory,
 )
+from mini_infer.build.largest_step import largest_plan, peak_bytes, run_step
 from mini_infer.errors import ConfigError
-from mini_infer.interfaces import KVCacheSpec
+from mini_infer.interfaces import BatchLimits, KVCacheSpec
 from mini_infer.settings import EngineSettings
+from mini_infer.testing import make_engine
 
 SPECS = [KVCacheSpec("full", 2, 16, 16, "float32")] * 2
 BLOCK = 16 * 2 * 2 * 2 * 16 * 4  # tokens x layers x (key, value) x heads x width x bytes
@@ -106,6 +109,61 @@ def test_a_card_with_no_room_for_one_sequence() -> None:
         plan(DeviceMemory("cuda:0", 10 * BLOCK, GIB, step=GIB))
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "blocks", "drafts", "lens"),
+    [
+        (4, 18, 100, 0, [5, 5, 4, 4]),
+        (4, 3, 100, 0, [1, 1, 1]),
+        (2, 100, 2, 0, [17, 17]),  # a sequence may end right after the first block
+        (2, 10, 100, 3, [2, 2]),
+        (4, 3, 100, 7, [1]),
+    ],
+)
+def test_the_largest_step_fills_the_budget(rows: int, tokens: int, blocks: int, drafts: int, lens: list[int]) -> None:
+    made = largest_plan(BatchLimits(rows, tokens, blocks, 16), drafts)
+    assert [grant.num_tokens for grant in made.grants] == lens == [len(row.token_ids) for row in made.new]
+    assert all(grant.samples for grant in made.grants)
+    assert made.num_tokens <= tokens
+
+
+def test_the_largest_step_runs_over_the_null_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build as it goes on a GPU, its memory made up."""
+    taken = []
+
+    def peak(run: Any, device: str) -> int:
+        run()
+        taken.append(device)
+        return GIB
+
+    monkeypatch.setattr(builder, "is_measured", lambda device: True)
+    monkeypatch.setattr(builder, "peak_bytes", peak)
+    monkeypatch.setattr(builder, "free_memory", lambda device: (2 * GIB, 8 * GIB))
+    built = make_engine("toy", max_num_seqs=3, max_num_batched_tokens=50, kv_cache_memory="0.5")
+    assert taken == ["cpu"]
+    (note,) = [line for line in built.log if line.startswith("KV cache")]
+    assert "(engine.kv_cache_memory = 0.5 of 1 GiB)" in note and "the largest step takes 1 GiB (measured)" in note
+    with pytest.raises(ConfigError, match="1 GiB are free on cpu beside the 1 GiB of the largest step: lower engine"):
+        make_engine("toy", kv_cache_memory="1.5GiB")
+
+
+def test_the_peak_is_what_the_allocator_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: done.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12)
+    assert peak_bytes(lambda: done.append("run"), "cuda:0") == 7
+    assert done == ["empty_cache", "reset_peak_memory_stats", "run", "empty_cache"]
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    with pytest.raises(
+        ConfigError, match=r"^the largest step does not fit .* on cuda:0: lower engine\.max_num_batched"
+    ):
+        peak_bytes(too_large, "cuda:0")
+
+
 def test_weights_are_counted_before_memory_is_asked_for() -> None:
     with torch.device("meta"):
         huge, small = torch.nn.Linear(2**22, 2**22), torch.nn.Linear(2, 2)
@@ -119,3 +177,14 @@ def test_memory_that_ran_out_is_one_plain_line() -> None:
         torch.empty(2**60)
     with pytest.raises(RuntimeError, match="something else"), memory_errors_in_plain_words():
         raise RuntimeError("something else")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_largest_step_is_measured_on_a_gpu(drafts: int) -> None:
+    built = make_engine("toy", device="cuda", max_num_seqs=8, max_num_batched_tokens=256)
+    (note,) = [line for line in built.log if line.startswith("KV cache")]
+    assert "(measured)" in note
+    worker = built.engine._executor._worker  # type: ignore[attr-defined]
+    plan = largest_plan(BatchLimits(8, 256, 512 // 16, 16), drafts)
+    assert peak_bytes(lambda: run_step(worker, plan), "cuda:0") < GIB
