@@ -380,6 +380,7 @@ def test_explain_prints_values_sources_and_choices(toy: list[str]) -> None:
     assert rows["engine.num_kv_blocks"] == ["20", f"{toy[1]}:5"]
     assert rows["server.api_keys"] == ["2", "keys", "--set"] and "secret" not in result.stdout
     assert "engine.dtype = float32: " in result.stdout
+    assert "KV cache: " in result.stdout and "measured" not in result.stdout, "a CPU's step is not measured"
 
 
 def test_answers_come_from_a_real_engine(toy: list[str]) -> None:

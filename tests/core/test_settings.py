@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mini_infer.errors import ConfigError
-from mini_infer.settings import EngineSettings, ServerSettings, Settings, load_settings, parse_size
+from mini_infer.settings import EngineSettings, ServerSettings, Settings, load_settings, parse_share, parse_size
 from mini_infer.settings.toml_lines import key_lines
 
 
@@ -110,6 +110,7 @@ def test_plugin_tables_keep_dashes_from_every_source() -> None:
         ("engine.offline", "no", False),
         ("engine.revision", "123", "123"),
         ("engine.kv_cache_memory", "12GiB", "12GiB"),
+        ("engine.kv_cache_memory", "0.8", "0.8"),
         ("server.api_keys", "a, b", ("a", "b")),
         ("server.api_keys", '["a,b"]', ("a,b",)),
         ("plugins", "default,ngram", ("default", "ngram")),
@@ -166,7 +167,8 @@ cert = "x"
             "mini-infer.toml:2: unknown key 'port'; did you mean 'server.port'?",
             "mini-infer.toml:4: unknown key 'engine.dtyp'; did you mean 'dtype'?",
             "mini-infer.toml:5: 'engine.max_model_len' should be a valid integer or 'auto', not 'long'",
-            "mini-infer.toml:6: 'engine.kv_cache_memory' should be 'auto' or a size such as '12GiB', not '12 potatoes'",
+            "mini-infer.toml:6: 'engine.kv_cache_memory' should be 'auto', a size such as '12GiB' or a share such as "
+            "0.5, not '12 potatoes'",
             "mini-infer.toml:7: unknown key 'engine.plugins'; did you mean 'plugins'?",
             "mini-infer.toml:10: unknown key 'server.tls'; known: api_keys, host, max_body_bytes, port, "
             "served_model_name",
@@ -256,6 +258,20 @@ def test_sizes() -> None:
     for text in ("", "GiB", "-1GiB", "1 2", "1PB"):
         with pytest.raises(ValueError, match="such as"):
             parse_size(text)
+
+
+def test_a_share_of_memory_is_a_number_with_a_point() -> None:
+    assert (parse_share("0.25"), parse_share("1.0"), parse_share("1"), parse_share("0.5GiB")) == (0.25, 1.0, None, None)
+    for share, kept in ((0.8, "0.8"), (1.0, "1.0"), (0.125, "0.125")):
+        assert EngineSettings(kv_cache_memory=share).kv_cache_memory == kept  # type: ignore[arg-type]
+    write("[engine]\nkv_cache_memory = 0.5\n")
+    assert load_settings(environ={}).engine.kv_cache_memory == "0.5"
+    for wrong in ("0.0", "1.5"):
+        told = errors(overrides={"engine.kv_cache_memory": wrong})
+        assert told == [
+            "--set: 'engine.kv_cache_memory' should be a share above 0 and at most 1, or a size with its unit such as "
+            f"'1.5GiB', not {wrong}"
+        ]
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -3,14 +3,14 @@
 ::
 
     settings ─> device ─> plugins ─> checkpoint ─> model ─> transforms ─> attention backends ─> KV memory ─> engine
-                (auto)    (hooks)    (adapter,     (meta,    (in order)    (one a KV group)      (blocks)
-                                      loader)      then weights)
+                (auto)    (hooks)    (adapter,     (meta,    (in order)    (one a KV group)      (blocks;
+                                      loader)      then weights)                                      measured)
 
 Contract: what cannot be had is a ``ConfigError`` or ``PluginError`` before anything is served; no choice is silent.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,17 @@ import torch
 from mini_infer.build.attention_choice import choose_block_size
 from mini_infer.build.composition import Composition, compose
 from mini_infer.build.device import device_faults_in_plain_words
-from mini_infer.build.kv_memory import expect_weights_fit, memory_errors_in_plain_words, plan_kv_memory
-from mini_infer.build.profile_run import measure_step
+from mini_infer.build.kv_memory import (
+    DeviceMemory,
+    KVMemoryPlan,
+    expect_weights_fit,
+    free_memory,
+    longest_sequence,
+    memory_errors_in_plain_words,
+    plan_kv_memory,
+    size,
+)
+from mini_infer.build.largest_step import is_measured, largest_plan, peak_bytes, run_step
 from mini_infer.choices import Choice
 from mini_infer.engine import Engine, EngineLimits, EngineParts
 from mini_infer.engine.kv_manager import KVManager
@@ -101,41 +110,13 @@ class _Builder:
         self._c = composition
         self._engine_settings = composition.settings.engine
         self._model = model
+        self._layers = attention_layers(model.module)
         self._policy: CachePolicy = self._one("cache_policy", FreeAtOnce)
-        self._block_size = choose_block_size(self._engine_settings.block_size, list(composition.backends.values()))
         self._sampler: Sampler = self._one("sampler", ReferenceSampler)
         self._runner: StepRunner = self._one("step_runner", PlainStepRunner)
-        self._sampling_state = SamplingState(
-            self._engine_settings.max_num_seqs,
-            model.config.vocab_size,
-            composition.context.device,
-            invalid_token_ids=_invalid_token_ids(model.tokenizer, model.config.vocab_size),
-        )
-        self._memory = plan_kv_memory(
-            self._engine_settings,
-            [layer.spec for layer in attention_layers(model.module)],
-            block_size=self._block_size,
-            device=composition.context.device,
-            model_max_len=model.config.max_position_embeddings,
-            reserved=self._reserved(),
-        )
-        composition.log.append(self._memory.note)
-
-    def _reserved(self) -> int:
-        """Bytes that a GPU must keep beside weights and KV cache: the largest step, and what the step runner keeps."""
-        settings, device = self._engine_settings, self._c.context.device
-        if not device.startswith("cuda"):
-            return 0
-        step = measure_step(
-            self._model.causal_lm,
-            attention_layers(self._model.module),
-            self._sampler,
-            self._sampling_state,
-            num_tokens=settings.max_num_batched_tokens,
-            num_rows=settings.max_num_seqs,
-            device=device,
-        )
-        return step + self._runner.reserve_bytes(step, settings.max_num_batched_tokens)
+        self._proposer: Proposer | None = self._one("proposer", lambda: None)
+        self._block_size = choose_block_size(self._engine_settings.block_size, list(composition.backends.values()))
+        self._invalid_token_ids = _invalid_token_ids(model.tokenizer, model.config.vocab_size)
 
     def _one(self, hook: str, default: Callable[[], Any]) -> Any:
         return self._c.manager.one(hook, self._c.context, default)
@@ -144,23 +125,24 @@ class _Builder:
         """The engine, started."""
         processors = self._c.manager.many("logits_processors", self._c.context)
         extensions = self._c.manager.many("extensions", self._c.context)
-        proposer: Proposer | None = self._one("proposer", lambda: None)
-        self._c.check_lengths(proposer)
+        self._c.check_lengths(self._proposer)
         on_device = [p for p in processors if isinstance(p, LogitsProcessor)]
-        worker = self._worker(on_device)
+        memory = self._plan_memory()
+        self._c.log.append(memory.note)
+        worker = self._worker(self._runner, memory.num_blocks, memory.max_model_len, self._policy.tiers(), on_device)
         self._rehearse(worker)
         self._c.executor.start(worker)
         parts = EngineParts(
             executor=self._c.executor,
             scheduler=self._one("scheduler", first_come_first_served),
-            kv=KVManager(self._memory.num_blocks, self._block_size, self._policy),
+            kv=KVManager(memory.num_blocks, self._block_size, self._policy),
             limits=EngineLimits(
-                max_model_len=self._memory.max_model_len,
+                max_model_len=memory.max_model_len,
                 max_num_seqs=self._engine_settings.max_num_seqs,
                 max_num_batched_tokens=self._engine_settings.max_num_batched_tokens,
                 vocab_size=self._model.config.vocab_size,
             ),
-            proposer=proposer,
+            proposer=self._proposer,
             logits_processors=on_device,
             late_processors=[p for p in processors if isinstance(p, LateLogitsProcessor)],
             observers=[e for e in extensions if isinstance(e, Observer)],
@@ -172,8 +154,8 @@ class _Builder:
         facts = ModelFacts(
             name=settings.server.served_model_name or settings.model,
             vocab_size=self._model.config.vocab_size,
-            max_model_len=self._memory.max_model_len,
-            max_tokens_in_pool=self._memory.num_blocks * self._block_size,
+            max_model_len=memory.max_model_len,
+            max_tokens_in_pool=memory.num_blocks * self._block_size,
             extensions=[processor.name for processor in processors],
         )
         log = [*self._c.log, *(str(choice) for choice in self._c.choices)]
@@ -182,59 +164,92 @@ class _Builder:
             Engine(parts), facts, self._model.tokenizer, self._model.generation, self._c.choices, log, server_extensions
         )
 
+    def _plan_memory(self) -> KVMemoryPlan:
+        """The KV cache's size, on a GPU beside the largest step, which is run for it."""
+        device, model_max_len = self._c.context.device, self._model.config.max_position_embeddings
+        step_bytes = runner_bytes = 0
+        if is_measured(device):
+            limits = self._limits(longest_sequence(self._engine_settings, model_max_len))
+            step_bytes = peak_bytes(lambda: self._run_largest_step(limits), device)
+            runner_bytes = self._runner.reserve_bytes(step_bytes, limits.max_num_tokens)
+        return plan_kv_memory(
+            self._engine_settings,
+            [layer.spec for layer in self._layers],
+            block_size=self._block_size,
+            memory=DeviceMemory(device, *free_memory(device), step_bytes, runner_bytes),
+            model_max_len=model_max_len,
+        )
+
+    def _run_largest_step(self, limits: BatchLimits) -> None:
+        max_drafts = self._proposer.max_drafts if self._proposer is not None else 0
+        worker = self._worker(PlainStepRunner(), 0, limits.max_blocks_per_row * limits.block_size, {}, [])
+        run_step(worker, largest_plan(limits, max_drafts))
+        for layer in self._layers:
+            layer.unbind()
+
     def _rehearse(self, worker: Worker) -> None:
         """Run the shapes that the step runner wants to have run, and say what that took."""
         total, device = worker.num_rehearsals, self._c.context.device
         if not total:
             return
-        started, before = time.monotonic(), _reserved_bytes(device)
+        started, before = time.monotonic(), free_memory(device)[0]
         largest = max(shape.num_rows for shape in counted_progress("rehearsing", worker.rehearse(), total))
-        seconds, taken = time.monotonic() - started, _reserved_bytes(device) - before
+        seconds, taken = time.monotonic() - started, max(0, before - free_memory(device)[0])
         self._c.log.append(
-            f"rehearsed {total} steps of up to {largest} rows in {seconds:.1f} s; they keep {taken / 2**20:.0f} MiB"
+            f"rehearsed {total} steps of up to {largest} rows in {seconds:.1f} s; they keep {size(taken)}"
         )
 
-    def _worker(self, processors: list[LogitsProcessor]) -> Worker:
-        settings, model, device = self._engine_settings, self._model, self._c.context.device
-        limits = BatchLimits(
-            max_num_rows=settings.max_num_seqs,
-            max_num_tokens=settings.max_num_batched_tokens,
-            max_blocks_per_row=-(-self._memory.max_model_len // self._block_size),
+    def _limits(self, max_model_len: int) -> BatchLimits:
+        return BatchLimits(
+            max_num_rows=self._engine_settings.max_num_seqs,
+            max_num_tokens=self._engine_settings.max_num_batched_tokens,
+            max_blocks_per_row=-(-max_model_len // self._block_size),
             block_size=self._block_size,
         )
+
+    def _worker(
+        self,
+        runner: "StepRunner",
+        num_blocks: int,
+        max_model_len: int,
+        tiers: Mapping[str, int],
+        processors: list[LogitsProcessor],
+    ) -> Worker:
+        """A worker over a KV cache of its own, to which the layers are bound."""
+        settings, model, device = self._engine_settings, self._model, self._c.context.device
         backends = {spec: make(spec, device, self._block_size) for spec, make in self._c.backends.items()}
-        self._runner.bind(list(backends.values()))
+        runner.bind(list(backends.values()))
+        sampling_state = SamplingState(
+            settings.max_num_seqs, model.config.vocab_size, device, invalid_token_ids=self._invalid_token_ids
+        )
         return Worker(
             WorkerParts(
                 model=model.causal_lm,
                 backends=list(backends.values()),
-                kv_store=self._bound_kv_store(backends),
+                kv_store=self._bound_kv_store(backends, num_blocks, tiers),
                 sampler=self._sampler,
-                sampling_state=self._sampling_state,
+                sampling_state=sampling_state,
                 logits_processors=processors,
-                step_runner=self._runner,
-                limits=self._runner.limits(limits),
+                step_runner=runner,
+                limits=runner.limits(self._limits(max_model_len)),
                 max_num_seqs=settings.max_num_seqs,
                 device=device,
             )
         )
 
-    def _bound_kv_store(self, backends: "dict[KVCacheSpec, AttentionBackend]") -> KVStore:
-        layers = attention_layers(self._model.module)
+    def _bound_kv_store(
+        self, backends: "dict[KVCacheSpec, AttentionBackend]", num_blocks: int, tiers: Mapping[str, int]
+    ) -> KVStore:
         store = KVStore(
-            [backends[layer.spec] for layer in layers],
-            [getattr(torch, layer.spec.dtype) for layer in layers],
-            self._memory.num_blocks,
-            self._policy.tiers(),
+            [backends[layer.spec] for layer in self._layers],
+            [getattr(torch, layer.spec.dtype) for layer in self._layers],
+            num_blocks,
+            tiers,
             self._c.context.device,
         )
-        for layer, cache in zip(layers, store.device_layers, strict=True):
+        for layer, cache in zip(self._layers, store.device_layers, strict=True):
             layer.bind(backends[layer.spec], cache)
         return store
-
-
-def _reserved_bytes(device: str) -> int:
-    return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
 
 
 def _invalid_token_ids(tokenizer: "Tokenizer | None", vocab_size: int) -> list[int]:

@@ -95,19 +95,20 @@ def _print_generation(composition: Composition) -> None:
 
 def _memory_note(composition: Composition) -> str:
     from mini_infer.build.attention_choice import choose_block_size
-    from mini_infer.build.kv_memory import plan_kv_memory
+    from mini_infer.build.kv_memory import DeviceMemory, free_memory, plan_kv_memory
     from mini_infer.model.checkpoint import attention_layers
 
     engine, found = composition.settings.engine, composition.found
-    module = found.on_paper()
-    return plan_kv_memory(
+    module, device = found.on_paper(), composition.context.device
+    weights, (free, total) = sum(weight.nbytes for weight in module.parameters()), free_memory(device)
+    note = plan_kv_memory(
         engine,
         [layer.spec for layer in attention_layers(module)],
-        reserved=sum(weight.numel() * weight.element_size() for weight in module.parameters()),
         block_size=choose_block_size(engine.block_size, list(composition.backends.values())),
-        device=composition.context.device,
+        memory=DeviceMemory(device, free - weights, total),
         model_max_len=found.config.max_position_embeddings,
     ).note
+    return note if device == "cpu" else f"{note}; less what the largest step takes, which is measured at the start"
 
 
 def _name(answer: Any) -> str:

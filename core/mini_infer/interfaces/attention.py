@@ -88,7 +88,11 @@ class AttentionBackend(ABC):
         """
 
     def bind(self, layer: "Attention") -> None:
-        """Called once a layer after all model transforms, when ``layer.kv_cache`` is set. Nothing by default."""
+        """Called once a layer after all model transforms, when ``layer.kv_cache`` is set. Nothing by default.
+
+        On a GPU a first set of instances is bound for the step that is measured before the KV cache is sized, and let
+        go of after it: so keep what is made of a layer in the instance, and the layer as it is.
+        """
         return
 
     def buffers(self, limits: BatchLimits) -> None:

@@ -33,6 +33,8 @@ class StepRunner(ABC):
     def reserve_bytes(self, step_bytes: int, num_tokens: int) -> int:
         """Bytes of the device that it keeps beside what a plain run takes and gives back.
 
+        Asked on a GPU, before ``bind``.
+
         Args:
             step_bytes: measured, what the largest plain run takes at its peak.
             num_tokens: of that run.

@@ -45,6 +45,10 @@ class Attention(nn.Module):
         self.kv_cache = kv_cache
         backend.bind(self)
 
+    def unbind(self) -> None:
+        """Let go of both."""
+        del self.backend, self.kv_cache
+
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: "ForwardBatch"
     ) -> torch.Tensor:

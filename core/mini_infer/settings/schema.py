@@ -14,7 +14,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from mini_infer.errors import ConfigError
@@ -37,7 +46,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError("should be 'auto' or a size such as '12GiB'")
+        raise ValueError("should be 'auto', a size such as '12GiB' or a share such as 0.5")
     size = float(match[1]) * _UNITS[match[2].upper()]
     if size >= 2**63:
         raise ValueError("should be 'auto' or a size below 8 million TiB")
@@ -45,11 +54,23 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> float | None:
-    """Returns a number below 1 that has no unit, such as ``"0.8"``; None for anything else."""
-    return float(text) if re.fullmatch(r"0?\.\d+", text.strip()) else None
+    """Returns the share in a number with a point and no unit, such as ``"0.5"``; None for a size.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1.
+    """
+    if re.fullmatch(r"\d*\.\d+", text.strip()) is None:
+        return None
+    if not 0 < float(text) <= 1:
+        raise ValueError("should be a share above 0 and at most 1, or a size with its unit such as '1.5GiB'")
+    return float(text)
 
 
-def _size_or_auto(text: str) -> str:
+def _number_as_text(value: object) -> object:
+    return str(value) if isinstance(value, float) else value
+
+
+def _memory(text: str) -> str:
     if text != "auto" and parse_share(text) is None:
         parse_size(text)
     return text
@@ -82,9 +103,14 @@ class EngineSettings(BaseModel):
     num_kv_blocks: Count | None = Field(
         default=None, description="KV blocks, null block not counted; overrides kv_cache_memory"
     )
-    kv_cache_memory: Annotated[str, AfterValidator(_size_or_auto)] = Field(
+    kv_cache_memory: Annotated[
+        str,
+        BeforeValidator(_number_as_text),
+        AfterValidator(_memory),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}]}),
+    ] = Field(
         default="auto",
-        description="'12GiB' or '0.5' of what is free; auto: 0.9 of that on a GPU, at most 2 GiB on a CPU",
+        description="'12GiB' or 0.5 of what is free; auto: 0.9 of that on a GPU, at most 2 GiB on a CPU",
     )
     max_model_len: Count | Literal["auto"] = Field(
         default="auto", description="longest prompt + output in tokens; auto: the checkpoint's, shrunk to what fits"
