@@ -76,13 +76,14 @@ class PieceGraphs:
         with torch.cuda.stream(_capture_stream()):
             self._begin()
             try:
-                self._out = unowned(forward(replace(batch, around_attention=self._cut)))
+                out = forward(replace(batch, around_attention=self._cut))
             except BaseException:
                 with suppress(RuntimeError):  # what failed says why
                     self._graph.capture_end()
                 raise
             self._last = self._graph
             self._last.capture_end()
+        self._out = unowned(out)
         torch.cuda.synchronize()
 
     @property

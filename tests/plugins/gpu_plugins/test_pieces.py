@@ -22,9 +22,11 @@ class Layer:
     def __init__(self) -> None:
         self.backend, self.batches = self, list[ForwardBatch]()
 
-    def attend(self, layer: "Layer", query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, layer: "Layer", query: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.batches.append(batch)
-        return query * 2
+        return query * 2 if out is None else torch.mul(query, 2, out=out)
 
 
 class Graphs:
