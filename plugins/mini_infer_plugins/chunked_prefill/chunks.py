@@ -14,21 +14,26 @@ class ChunksBesideDecodes(ChunkPolicy):
     Args:
         max_tokens: that a step runs, decodes and prompts together, while most requests decode; four times as many as
             decode, where that is more.
+        equal_history: tokens of history that make a prompt's token cost twice as much as one that has none.
     """
 
     _DECODES_A_PROMPT = 4
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, equal_history: int = 32_768) -> None:
         self._max_tokens = max_tokens
+        self._equal_history = equal_history
         self._asked: SchedulerView | None = None
         self._budget = 0  # of the step that is asked about
 
     def chunk(self, request: RequestView, budget_left: int, view: SchedulerView) -> int:
-        """All that is to do, as far as the step has room."""
+        """All that is to do, as far as the step has room; of a token with much history, which costs more, fewer fit."""
         if view is not self._asked:
             self._asked, self._budget = view, self._budget_of(view)
-        used = view.token_budget - budget_left
-        return max(0, min(request.num_tokens_to_do, budget_left, self._budget - used))
+        room = self._budget - (view.token_budget - budget_left)
+        if room > 1 and self._budget < view.token_budget:
+            history = request.num_tokens - request.num_tokens_to_do
+            room = max(1, round(room * self._equal_history / (self._equal_history + history)))
+        return max(0, min(request.num_tokens_to_do, budget_left, room))
 
     def _budget_of(self, view: SchedulerView) -> int:
         decoding = sum(request.num_tokens_to_do == 1 and request.num_output_tokens > 0 for request in view.running)

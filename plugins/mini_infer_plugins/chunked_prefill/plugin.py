@@ -25,6 +25,11 @@ class Settings(BaseModel):
         description="tokens that a step may run, prompts and decodes together, while most requests decode; "
         "four times as many as decode, where that is more",
     )
+    equal_history: PositiveInt = Field(
+        default=32_768,
+        description="tokens of history that make a prompt's token cost twice as much as one without: chunks shrink by "
+        "as much, so that a long prompt's last steps take no longer than its first",
+    )
 
 
 @hookimpl
@@ -32,5 +37,6 @@ def scheduler(context: "BuildContext") -> "Scheduler":
     from mini_infer.reference.scheduler import ArrivalOrder, ComposedScheduler, LastArrived
     from mini_infer_plugins.chunked_prefill.chunks import ChunksBesideDecodes
 
-    most = context.settings_of(name, Settings).max_tokens_beside_decodes
-    return ComposedScheduler(ArrivalOrder(), LastArrived(), ChunksBesideDecodes(most))
+    settings = context.settings_of(name, Settings)
+    chunks = ChunksBesideDecodes(settings.max_tokens_beside_decodes, settings.equal_history)
+    return ComposedScheduler(ArrivalOrder(), LastArrived(), chunks)

@@ -25,7 +25,7 @@ class Settings(BaseModel):
         description="decode steps of up to so many rows; an empty list: no decode step has a graph",
     )
     num_tokens: list[PositiveInt] = Field(
-        default=[16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)],
+        default=[16, *range(32, 513, 32), *range(640, 1025, 128), *range(1280, 2049, 256)],
         description="steps with prompts of up to so many tokens; an empty list: no step with prompts has graphs",
     )
 

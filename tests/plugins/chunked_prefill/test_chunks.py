@@ -24,9 +24,9 @@ def request(name: str, num_tokens: int, max_tokens: int = 12) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params)
 
 
-def steps_of(most: int, decoding: str = "abcd") -> tuple[list[int], dict[str, list[int]]]:
+def steps_of(most: int, decoding: str = "abcd", **more: int) -> tuple[list[int], dict[str, list[int]]]:
     """Tokens run in each step, and each request's tokens: some decode when a long prompt arrives."""
-    settings = {"chunked-prefill": {"max_tokens_beside_decodes": most}}
+    settings = {"chunked-prefill": {"max_tokens_beside_decodes": most, **more}}
     engine = make_engine("llama", plugins=["chunked-prefill"], plugin=settings, max_model_len=128).engine
     sizes: list[int] = []
     execute = engine._execute
@@ -51,6 +51,13 @@ def test_a_prompt_is_cut_beside_decodes_and_changes_no_token() -> None:
     whole_sizes, whole_tokens = steps_of(1000)
     assert whole_sizes[:4] == [12, 4, 44, 5]
     assert tokens == whole_tokens
+
+
+def test_chunks_shrink_as_a_prompt_s_history_grows() -> None:
+    """16 tokens' room: of tokens with a history of 16 as many as cost twice as much, with one of 24 two fifths."""
+    sizes, tokens = steps_of(20, equal_history=16)
+    assert sizes[:8] == [12, 4, 4 + 16, 4 + 8, 4 + 6, 4 + 6, 4 + 4, 5]
+    assert tokens == steps_of(1000)[1]
 
 
 def test_decodes_are_at_most_a_quarter_of_a_step_with_prompts() -> None:
