@@ -28,7 +28,7 @@ class NewRow(msgspec.Struct, frozen=True):
     choice: int
 
 
-class Grant(msgspec.Struct, frozen=True, gc=False):
+class Grant(msgspec.Struct, frozen=True, gc=False):  # hundreds a step, none of which refers to itself
     """One row of a step: so many tokens of one request, and the drafts behind them.
 
     The tokens are the next ``num_tokens`` after those computed. The last known token of a decoding row may not have

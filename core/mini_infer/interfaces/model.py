@@ -82,7 +82,7 @@ class CausalLM(ABC):
                 ``shape.last_only`` if the class says that it honours that.
 
         Returns:
-            [num_tokens, hidden_size] in the model's dtype.
+            [num_tokens, hidden_size] in the model's dtype; [num_rows, hidden_size] where ``shape.gives`` is "last".
         """
 
     @abstractmethod

@@ -44,8 +44,8 @@ class StepRunner(ABC):
     def rehearsals(self) -> "Sequence[StepShape]":
         """Shapes to be run once before the first request, on padding rows, so that no request waits for a capture.
 
-        Uniform ones are ``num_rows`` rows of ``decode_query_len`` tokens; any other is one row of ``num_tokens``. None
-        by default.
+        Uniform ones are ``num_rows`` rows of ``decode_query_len`` tokens; any other is as few rows as hold
+        ``num_tokens``. Empty by default.
         """
         return ()
 
