@@ -67,7 +67,8 @@ def write_kv_kernel(
     positions,
     table,
     rotated_query,
-    rotated_key,
+    kept_key,
+    kept_value,
     query_stride,
     key_stride,
     value_stride,
@@ -80,13 +81,15 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROPE: tl.constexpr,
-    KEEPS_KEY: tl.constexpr,
+    KEEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a token: its keys, rotated, and values into the cache, its queries, rotated, into ``rotated_query``.
 
-    With ``KEEPS_KEY`` the keys go to ``rotated_key`` too; both are contiguous [num_tokens, heads, head_dim]. With PDL
-    it starts while the kernel before it ends.
+    With ``KEEPS`` keys and values go to ``kept_key`` and ``kept_value`` too; all are contiguous [num_tokens, heads,
+    head_dim]. What multiplies whole tiles of these meets values of the next prompt, weighted with zero, which for a
+    value that is not finite is not zero: such a value is kept as 0, and its key as NaN, so that its own prompt is
+    spoilt and no other. With PDL the kernel starts while the one before it ends.
     """
     token = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slot_mapping + token), tl.load(positions + token)
@@ -102,12 +105,16 @@ def write_kv_kernel(
         tl.store(at, q.to(rotated_query.dtype.element_ty), mask=mask)
     head = tl.arange(0, PADDED_KV_HEADS)[:, None]
     mask = (head < NUM_KV_HEADS) & (dims < HEAD_DIM)
-    k, _ = written(
+    k, v = written(
         key + token * key_stride, value + token * value_stride, kv_cache, num_blocks, slot, head, table, position,
         dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
     )  # fmt: skip
-    if KEEPS_KEY:
-        tl.store(rotated_key + (token * NUM_KV_HEADS + head) * HEAD_DIM + dims, k, mask=mask)
+    if KEEPS:
+        finite = tl.abs(v.to(tl.float32)) < float("inf")
+        spoilt = tl.min(finite.to(tl.int32), 1)[:, None] == 0
+        at = (token * NUM_KV_HEADS + head) * HEAD_DIM + dims
+        tl.store(kept_key + at, tl.where(spoilt, float("nan"), k).to(k.dtype), mask=mask)
+        tl.store(kept_value + at, tl.where(finite, v, 0.0).to(v.dtype), mask=mask)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ class _Unwritten:
 
 @dataclass(frozen=True, slots=True)
 class _Fresh:
-    """A step of whole prompts, query and key rotated: the cache need not be read."""
+    """A step of whole prompts, query and key rotated: the cache need not be read (see ``write_kv_kernel``)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -117,9 +117,11 @@ class TritonAttention(AttentionBackend):
         if decodes and batch.around_attention is None:
             return _Unwritten(query, key, value)
         step = self._flash_step_of(layer, batch)
-        fresh = step is not None and step.fresh
-        query, key = self._write(layer, query, key, value, batch, keeps_key=fresh)
-        return _Fresh(query, key, value) if fresh else query
+        kept = (
+            torch.empty(2, *key.shape, dtype=key.dtype, device=key.device) if step is not None and step.fresh else None
+        )
+        query = self._write(layer, query, key, value, batch, kept)
+        return query if kept is None else _Fresh(query, *kept)
 
     def attend(
         self,
@@ -175,25 +177,23 @@ class TritonAttention(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         batch: "ForwardBatch",
-        *,
-        keeps_key: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query and, with ``keeps_key``, key as they are attended with, rotated; the cache has key and value."""
+        kept: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The query as it is attended with, rotated; keys and values are in the cache, and in ``kept`` if given."""
         num_tokens, heads, dim = query.shape
         kv_heads, rotary = self.spec.num_kv_heads, layer.rotary
-        keeps_key = keeps_key and rotary is not None
-        rotated_query = query if rotary is None else query.new_empty(query.shape)
-        rotated_key = key.new_empty(key.shape) if keeps_key else key
+        rotated = query if rotary is None else query.new_empty(query.shape)
+        kept_key, kept_value = (key, value) if kept is None else kept
         write_kv_kernel[(num_tokens,)](
             query, key, value, layer.kv_cache, batch.slot_mapping, batch.positions,
-            query if rotary is None else rotary.table, rotated_query, rotated_key,
+            query if rotary is None else rotary.table, rotated, kept_key, kept_value,
             query.stride(0), key.stride(0), value.stride(0), layer.kv_cache.shape[1],
             NUM_HEADS=heads, PADDED_HEADS=triton.next_power_of_2(heads), NUM_KV_HEADS=kv_heads,
             PADDED_KV_HEADS=triton.next_power_of_2(kv_heads), HEAD_DIM=dim, BLOCK_SIZE=self.block_size,
-            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, KEEPS_KEY=keeps_key,
+            PADDED_DIM=self._padded_dim, ROPE=rotary is not None, KEEPS=kept is not None,
             PDL=self._pdl, num_warps=4, launch_pdl=self._pdl,
         )  # fmt: skip
-        return rotated_query, rotated_key
+        return rotated
 
     def _with_flash(
         self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, step: _FlashStep, fresh: _Fresh | None

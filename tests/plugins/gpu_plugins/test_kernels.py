@@ -22,7 +22,7 @@ from mini_infer.testing.batches import block_tables, pack_batch
 from mini_infer_plugins.device_sampler.sampler import DeviceSampler
 from mini_infer_plugins.fused_kernels import layer
 from mini_infer_plugins.fused_kernels.layer import add_norm, few_rows, one_row, silu_and_mul
-from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
+from mini_infer_plugins.triton_attention.paged_attention import TritonAttention, _Fresh
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -163,3 +163,25 @@ def test_attention(
         caches.append(cache if backend_type is ReferenceAttention else cache.transpose(2, 3))
     close(*answers)
     close(*caches)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_spoils_no_prompt_beside_it(value: float) -> None:
+    """FlashAttention multiplies whole tiles: values of the next prompt, weighted with zero, must be finite."""
+    torch.manual_seed(0)
+    spec = KVCacheSpec("full", 2, 16, 16, "float32")
+    backend = TritonAttention(spec, "cpu", 16)
+    backend._flash = FlashAttention(_kernels_of_3(SimpleNamespace(**CONTENT["vfa3"])))
+    attention = Attention(4, spec, 0.3)
+    attention.bind(backend, torch.zeros(backend.kv_cache_shape(4)))
+    batch = pack_batch([(3, 3), (4, 4)], block_tables([3, 4], 16, 4), 16)
+    backend.buffers(BatchLimits(2, 7, 1, 16))
+    query, key, values = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    values[4, 1, 5] = value
+    fresh = backend.write_kv(attention, query, key, values, batch)
+    assert isinstance(fresh, _Fresh)
+    assert fresh.value.isfinite().all()
+    assert torch.equal(fresh.key.isnan().all(2).nonzero(), torch.tensor([[4, 1]]))
+    assert attention.kv_cache.isfinite().logical_not().sum() == 1  # as it was
+    finite = backend.attend(attention, fresh, batch).isfinite().all(2).all(1)
+    assert finite.tolist() == [True] * 4 + [False] * 3
