@@ -16,7 +16,7 @@ from tests.core.fake_plugins import answering
 
 from mini_infer import EngineError, SamplingParams
 from mini_infer.build.device import device_faults_in_plain_words, resolve_device
-from mini_infer.build.kv_memory import plan_kv_memory
+from mini_infer.build.kv_memory import DeviceMemory, free_memory, plan_kv_memory
 from mini_infer.cli import main
 from mini_infer.errors import ConfigError, DeviceError, RequestError
 from mini_infer.gpu import expect_gpu
@@ -193,7 +193,8 @@ def test_a_card_too_small_for_one_sequence(engine: dict[str, Any], told: str, mo
     if "num_kv_blocks" in engine:
         specs *= 4
     with pytest.raises(ConfigError, match=f"^the KV cache does not fit: {told}"):
-        plan_kv_memory(EngineSettings(**engine), specs, block_size=16, device="cuda:0", model_max_len=131072)
+        memory = DeviceMemory("cuda:0", *free_memory("cuda:0"))
+        plan_kv_memory(EngineSettings(**engine), specs, block_size=16, memory=memory, model_max_len=131072)
 
 
 # -- while the engine is built -----------------------------------------------------------------------------------------
