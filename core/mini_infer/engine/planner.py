@@ -188,7 +188,7 @@ class Planner:
         return requests
 
     def _grant(self, step: _Step, request: Request, wish: Wish) -> None:
-        if any(request is other for other in step.preempted):
+        if step.preempted and any(request is other for other in step.preempted):
             return  # it yielded to somebody more important in this very step
         enters = request.status is Status.WAITING
         if enters:
@@ -236,6 +236,8 @@ class Planner:
     def _make_room(self, step: _Step, request: Request, num_tokens: int, num_drafts: int) -> int | None:
         """Blocks for the wish, with as many of its drafts as fit; None if the asker yields or has to wait."""
         base = request.max_launched_tokens + num_tokens
+        if base + num_drafts <= len(request.block_ids) * self.kv.block_size:
+            return num_drafts  # nearly every step of nearly every request
         while self.kv.grow(request, base + num_drafts) is None:
             if num_drafts:
                 num_drafts -= 1
