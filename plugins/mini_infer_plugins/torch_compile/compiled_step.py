@@ -1,0 +1,115 @@
+"""CompiledStepRunner: the forward pass compiled as a whole, three times at most.
+
+::
+
+    decode, one row            [embed ... logits]          of one token
+    decode, verify             [embed ... logits]          of any number of tokens from two on
+    steps with prompts         [embed ... final norm]      of any number of tokens from two on
+
+Contract: each graph is compiled once, in full and before the first request; a second compilation, a part that cannot
+be compiled and a compiler that fails are PluginErrors, never a step that runs uncompiled. Tokens are those without it.
+"""
+
+from dataclasses import replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._inductor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from mini_infer.errors import PluginError, in_one_line
+from mini_infer.forward_batch import StepShape
+from mini_infer.interfaces import StepRunner
+from mini_infer_plugins.torch_compile.opaque_attention import compiled_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mini_infer.forward_batch import ForwardBatch
+    from mini_infer.interfaces import BatchLimits
+
+    Forward = Callable[[ForwardBatch], torch.Tensor]
+
+_SHAPES = {"logits": StepShape.of([1], 1), "hidden": StepShape.of([2], 0)}
+"""What the model is told of a step's shape: no more than what its output is, so that nothing else can be compiled in."""
+
+
+class CompiledStepRunner(StepRunner):
+    """Compiles a graph when its first step comes, which is a rehearsal's.
+
+    Args:
+        mode: torch.compile's.
+        rehearse: compile before the first request.
+    """
+
+    def __init__(self, mode: str = "default", *, rehearse: bool = True) -> None:
+        self._mode = mode
+        self._rehearses = rehearse
+        self._max_num_rows = 0
+        self._graphs: dict[tuple[str, bool], _Graph] = {}
+
+    def limits(self, limits: "BatchLimits") -> "BatchLimits":
+        self._max_num_rows = limits.max_num_rows
+        return replace(limits, max_num_rows=limits.max_num_rows + 1, max_num_tokens=max(2, limits.max_num_tokens))
+
+    def rehearsals(self) -> "Sequence[StepShape]":
+        if not self._rehearses:
+            return ()
+        decodes = [StepShape.of([1] * rows, 1) for rows in (1, 2) if rows <= self._max_num_rows]
+        return [StepShape.of([2], 0), *decodes]
+
+    def shape(self, shape: "StepShape") -> "StepShape":
+        """Prompts of one token get a row of padding, for a graph of one token is a graph of its own."""
+        if shape.gives == "logits" or shape.num_tokens > 1:
+            return replace(shape, last_only=False)
+        return replace(shape, num_rows=2, num_tokens=2, last_only=False)
+
+    def run(self, forward: "Forward", batch: "ForwardBatch") -> torch.Tensor:
+        key = batch.shape.gives, batch.shape.num_tokens > 1
+        if key not in self._graphs:
+            self._graphs[key] = _Graph(forward, _SHAPES[batch.shape.gives], self._mode, any_number=key[1])
+        return self._graphs[key](batch)
+
+
+class _Graph:
+    """One compiled forward pass.
+
+    Args:
+        forward: as ``StepRunner.run`` gets it.
+        shape: what the model is told.
+        mode: torch.compile's.
+        any_number: it serves any number of tokens from two on, else one.
+    """
+
+    def __init__(self, forward: "Forward", shape: StepShape, mode: str, *, any_number: bool) -> None:
+        self._shape, self._any_number = shape, any_number
+        self._options = torch._inductor.list_mode_options(mode)
+        self._is_compiled = False
+
+        def run(batch: "ForwardBatch") -> torch.Tensor:
+            return forward(batch)
+
+        # Dynamo counts compilations by code object: a copy for each graph keeps engines of one process apart.
+        own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+        self._run = torch.compile(own, fullgraph=True, backend=self._compile)
+
+    def __call__(self, batch: "ForwardBatch") -> torch.Tensor:
+        """What ``forward(batch)`` gives."""
+        # The host's lists differ from step to step; the compiler must not see them.
+        seen = replace(batch, shape=self._shape, query_lens_host=[], seq_lens_host=[])
+        if self._any_number and not self._is_compiled:
+            for tensor in (seen.input_ids, seen.positions):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        try:
+            with compiled_step(batch):
+                return self._run(seen)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as e:
+            raise PluginError(f"torch-compile cannot compile the model, leave it out: {in_one_line(e)}") from e
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        if self._is_compiled:
+            raise PluginError(f"a step would need another graph: of {len(inputs)} inputs")
+        compiled = torch._inductor.compile(graph, inputs, options=self._options)
+        self._is_compiled = True
+        return compiled
