@@ -18,7 +18,7 @@ import torch
 import torch._inductor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from mini_infer.errors import PluginError, in_one_line
+from mini_infer.errors import PluginError
 from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import StepRunner
 from mini_infer_plugins.torch_compile.opaque_attention import compiled_step
@@ -46,18 +46,15 @@ class CompiledStepRunner(StepRunner):
     def __init__(self, mode: str = "default", *, rehearse: bool = True) -> None:
         self._mode = mode
         self._rehearses = rehearse
-        self._max_num_rows = 0
         self._graphs: dict[tuple[str, bool], _Graph] = {}
 
     def limits(self, limits: "BatchLimits") -> "BatchLimits":
-        self._max_num_rows = limits.max_num_rows
         return replace(limits, max_num_rows=limits.max_num_rows + 1, max_num_tokens=max(2, limits.max_num_tokens))
 
     def rehearsals(self) -> "Sequence[StepShape]":
         if not self._rehearses:
             return ()
-        decodes = [StepShape.of([1] * rows, 1) for rows in (1, 2) if rows <= self._max_num_rows]
-        return [StepShape.of([2], 0), *decodes]
+        return [StepShape.of([2], 0), StepShape.of([1, 1], 1), StepShape.of([1], 1)]
 
     def shape(self, shape: "StepShape") -> "StepShape":
         """Prompts of one token get a row of padding, for a graph of one token is a graph of its own."""
@@ -92,7 +89,7 @@ class _Graph:
 
         # Dynamo counts compilations by code object: a copy for each graph keeps engines of one process apart.
         own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
-        self._run = torch.compile(own, fullgraph=True, backend=self._compile)
+        self._run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compile)
 
     def __call__(self, batch: "ForwardBatch") -> torch.Tensor:
         """What ``forward(batch)`` gives."""
@@ -105,11 +102,12 @@ class _Graph:
             with compiled_step(batch):
                 return self._run(seen)
         except (TorchDynamoException, FailOnRecompileLimitHit) as e:
-            raise PluginError(f"torch-compile cannot compile the model, leave it out: {in_one_line(e)}") from e
+            reason = str(e).partition("\n\nSet TORCH")[0]  # what follows is for who debugs the compiler
+            raise PluginError(f"torch-compile cannot compile this model: {' '.join(reason.split())}") from e
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         if self._is_compiled:
-            raise PluginError(f"a step would need another graph: of {len(inputs)} inputs")
+            raise PluginError("a step does not fit the graph that was compiled for its kind")
         compiled = torch._inductor.compile(graph, inputs, options=self._options)
         self._is_compiled = True
         return compiled
