@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Forward = Callable[[ForwardBatch], torch.Tensor]
 
 _SHAPES = {"logits": StepShape.of([1], 1), "hidden": StepShape.of([2], 0)}
-"""What the model is told of a step's shape: no more than what its output is, so that nothing else can be compiled in."""
+"""What the model is told of a step's shape: what its output is, so that nothing else can be compiled in."""
 
 
 class CompiledStepRunner(StepRunner):
@@ -100,12 +100,13 @@ class _Graph:
                 torch._dynamo.mark_dynamic(tensor, 0)
         try:
             with compiled_step(batch):
-                return self._run(seen)
+                out: torch.Tensor = self._run(seen)
+                return out
         except (TorchDynamoException, FailOnRecompileLimitHit) as e:
             reason = str(e).partition("\n\nSet TORCH")[0]  # what follows is for who debugs the compiler
             raise PluginError(f"torch-compile cannot compile this model: {' '.join(reason.split())}") from e
 
-    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         if self._is_compiled:
             raise PluginError("a step does not fit the graph that was compiled for its kind")
         compiled = torch._inductor.compile(graph, inputs, options=self._options)

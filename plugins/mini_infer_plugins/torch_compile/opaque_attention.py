@@ -12,7 +12,7 @@ the compiler never sees; the order of its calls follows from each layer's input,
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -42,7 +42,8 @@ class OpaqueAttention(ModelTransform):
     def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
         for layer in module.modules():
             if isinstance(layer, Attention):
-                layer.forward = _opaque(layer)  # type: ignore[method-assign]
+                forward: Any = _opaque(layer)
+                layer.forward = forward  # type: ignore[method-assign]
         return module
 
 
@@ -68,7 +69,8 @@ def _opaque(layer: Attention) -> "Callable[[torch.Tensor, torch.Tensor, torch.Te
             return Attention.forward(layer, query, key, value, batch)
         if layer.rotary is not None and not layer.backend.capabilities.fuses_rope:
             query, key = layer.rotary(query, key, batch.positions)
-        return paged_attention(query, key, value, number, layer.spec.v_head_dim)
+        out: torch.Tensor = paged_attention(query, key, value, number, layer.spec.v_head_dim)
+        return out
 
     return forward
 

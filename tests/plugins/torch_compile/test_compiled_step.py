@@ -100,7 +100,7 @@ def test_a_compiler_that_fails_is_one_plain_error(suppress: bool, monkeypatch: p
         raise RuntimeError("no g++")
 
     monkeypatch.setattr(torch._inductor, "compile", fail)
-    expected = pytest.raises(PluginError, match="^torch-compile cannot compile this model: .*no g\\+\\+")
+    expected = pytest.raises(PluginError, match=r"^torch-compile cannot compile this model: .*no g\+\+")
     with torch._dynamo.config.patch(suppress_errors=suppress), expected as caught:
         engine("torch-compile")
     assert "\n" not in str(caught.value) and "TORCHDYNAMO_VERBOSE" not in str(caught.value)
@@ -131,13 +131,13 @@ class Unseeable(ModelTransform):
 
 @pytest.mark.usefixtures("only_traced")
 def test_a_model_that_cannot_be_compiled_whole_is_an_error() -> None:
-    with pytest.raises(PluginError, match="^torch-compile cannot compile this model: "):
+    with pytest.raises(PluginError, match=r"^torch-compile cannot compile this model: "):
         engine("torch-compile", Unseeable())
 
 
 @pytest.mark.usefixtures("only_traced")
 def test_a_compiler_that_is_turned_off_is_an_error() -> None:
-    with torch._dynamo.config.patch(disable=True), pytest.raises(PluginError, match="torch.compile did nothing"):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(PluginError, match=r"torch\.compile did nothing"):
         engine("torch-compile")
 
 

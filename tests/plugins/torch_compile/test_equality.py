@@ -31,7 +31,7 @@ TOY = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "head_dim": 8, "layer_kinds"
 TIGHT: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 5, "max_num_seqs": 5, "max_num_batched_tokens": 24}
 
 COMPILE, NATIVE, CHUNKS, TRITON = "torch-compile", "cpu-attention", "chunked-prefill", "triton-attention"
-ON_CPU = [(COMPILE,), (NATIVE, COMPILE), (NATIVE, COMPILE, CHUNKS)]
+ON_CPU = [(COMPILE,), (NATIVE, COMPILE, CHUNKS)]
 ON_GPU = [(COMPILE,), (TRITON, COMPILE), (TRITON, "device-sampler", COMPILE, CHUNKS)]
 
 
@@ -74,7 +74,7 @@ def test_random_traffic(plugins: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plugins", ON_CPU, ids=named)
+@pytest.mark.parametrize("plugins", [*ON_CPU, (NATIVE, COMPILE), (COMPILE, CHUNKS)], ids=named)
 @pytest.mark.parametrize(("family", "sizes"), [("llama", SIZES), ("qwen2", SIZES), ("toy", TOY)])
 def test_random_traffic_of_other_models(family: str, sizes: dict[str, Any], plugins: tuple[str, ...]) -> None:
     """The toy has a KV group for each kind of cache, and no layer that the core's decoders are made of."""
@@ -130,19 +130,17 @@ def padding_written_over_a_token(graph: _Graph, batch: ForwardBatch) -> torch.Te
     return run_graph(graph, replace(batch, slot_mapping=batch.slot_mapping.roll(1)))
 
 
-def batch_of_an_earlier_step(graph: _Graph, batch: ForwardBatch) -> torch.Tensor:
-    """As if the compiler had taken block tables for constants."""
-    tables = EARLIER.setdefault(graph, {})
-    return run_graph(
-        graph, replace(batch, block_table=tables.setdefault(batch.shape.num_rows, batch.block_table.clone()))
-    )
+def slots_of_an_earlier_step(graph: _Graph, batch: ForwardBatch) -> torch.Tensor:
+    """As if the compiler had taken them for constants."""
+    slots = EARLIER.setdefault(graph, {}).setdefault(batch.shape.num_tokens, batch.slot_mapping.clone())
+    return run_graph(graph, replace(batch, slot_mapping=slots))
 
 
 EARLIER: WeakKeyDictionary[_Graph, dict[int, torch.Tensor]] = WeakKeyDictionary()
 
 
 @pytest.mark.usefixtures("padded_and_traced")
-@pytest.mark.parametrize("fault", [padding_in_front, padding_written_over_a_token, batch_of_an_earlier_step])
+@pytest.mark.parametrize("fault", [padding_in_front, padding_written_over_a_token, slots_of_an_earlier_step])
 def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Graph, "__call__", fault)
     with pytest.raises(AssertionError):
