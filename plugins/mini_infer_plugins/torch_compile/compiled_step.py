@@ -21,13 +21,14 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from mini_infer.errors import PluginError
 from mini_infer.forward_batch import StepShape
 from mini_infer.interfaces import StepRunner
-from mini_infer_plugins.torch_compile.opaque_attention import compiled_step
+from mini_infer_plugins.torch_compile.opaque_attention import Step, compiled_step, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mini_infer.forward_batch import ForwardBatch
-    from mini_infer.interfaces import BatchLimits
+    from mini_infer.interfaces import AttentionBackend, BatchLimits
+    from mini_infer.layers import Attention
 
     Forward = Callable[[ForwardBatch], torch.Tensor]
 
@@ -46,7 +47,12 @@ class CompiledStepRunner(StepRunner):
     def __init__(self, mode: str = "default", *, rehearse: bool = True) -> None:
         self._mode = mode
         self._rehearses = rehearse
+        self._backends: Sequence[AttentionBackend] = ()
+        self._layers: Mapping[int, Attention] = {}
         self._graphs: dict[tuple[str, bool], _Graph] = {}
+
+    def bind(self, backends: "Sequence[AttentionBackend]") -> None:
+        self._backends = backends
 
     def limits(self, limits: "BatchLimits") -> "BatchLimits":
         return replace(limits, max_num_rows=limits.max_num_rows + 1, max_num_tokens=max(2, limits.max_num_tokens))
@@ -66,7 +72,9 @@ class CompiledStepRunner(StepRunner):
         key = batch.shape.gives, batch.shape.num_tokens > 1
         if key not in self._graphs:
             self._graphs[key] = _Graph(forward, _SHAPES[batch.shape.gives], self._mode, any_number=key[1])
-        return self._graphs[key](batch)
+        if not self._layers:
+            self._layers = layers_of(self._backends)  # which are bound to them after ``bind``
+        return self._graphs[key](Step(batch, self._layers))
 
 
 class _Graph:
@@ -91,15 +99,15 @@ class _Graph:
         own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
         self._run = torch.compile(own, fullgraph=True, dynamic=False, backend=self._compile)
 
-    def __call__(self, batch: "ForwardBatch") -> torch.Tensor:
-        """What ``forward(batch)`` gives."""
+    def __call__(self, step: Step) -> torch.Tensor:
+        """What ``forward(step.batch)`` gives."""
         # The host's lists differ from step to step; the compiler must not see them.
-        seen = replace(batch, shape=self._shape, query_lens_host=[], seq_lens_host=[])
+        seen = replace(step.batch, shape=self._shape, query_lens_host=[], seq_lens_host=[])
         if self._any_number and not self._is_compiled:
             for tensor in (seen.input_ids, seen.positions):
                 torch._dynamo.mark_dynamic(tensor, 0)
         try:
-            with compiled_step(batch):
+            with compiled_step(step):
                 out: torch.Tensor = self._run(seen)
                 return out
         except (TorchDynamoException, FailOnRecompileLimitHit) as e:

@@ -11,9 +11,9 @@ the compiler never sees; the order of its calls follows from each layer's input,
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,16 +22,26 @@ from mini_infer.interfaces import ForwardBatch, ModelTransform
 from mini_infer.layers import Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch import nn
 
-    from mini_infer.interfaces import ModelConfig
+    from mini_infer.interfaces import AttentionBackend, ModelConfig
 
-# An operator gets tensors and numbers only: layers go by number, and the batch of the step that runs is found here.
-_numbers = count()
-_layers: WeakValueDictionary[int, Attention] = WeakValueDictionary()
-_batch: ContextVar[ForwardBatch | None] = ContextVar("batch", default=None)
+_indices: WeakKeyDictionary[Attention, int] = WeakKeyDictionary()
+"""Each layer's place in its model. An operator gets tensors and numbers only, and the compiler finds a graph of an
+earlier start again if the numbers are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the operator needs of the step that runs: its batch, and its model's layers by place."""
+
+    batch: ForwardBatch
+    layers: "Mapping[int, Attention]"
+
+
+_step: ContextVar[Step | None] = ContextVar("step", default=None)
 
 
 class OpaqueAttention(ModelTransform):
@@ -40,36 +50,42 @@ class OpaqueAttention(ModelTransform):
     name: ClassVar[str] = "torch-compile"
 
     def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
-        for layer in module.modules():
-            if isinstance(layer, Attention):
-                forward: Any = _opaque(layer)
-                layer.forward = forward  # type: ignore[method-assign]
+        layers = (layer for layer in module.modules() if isinstance(layer, Attention))
+        for index, layer in enumerate(layers):
+            _indices[layer] = index
+            forward: Any = _opaque(layer, index)
+            layer.forward = forward  # type: ignore[method-assign]
         return module
 
 
+def layers_of(backends: "Collection[AttentionBackend]") -> "Mapping[int, Attention]":
+    """The opaque layers that are bound to these backends, by their place in the model."""
+    return {index: layer for layer, index in _indices.items() if getattr(layer, "backend", None) in backends}
+
+
 @contextmanager
-def compiled_step(batch: ForwardBatch) -> "Iterator[None]":
-    """While it is open, attention serves ``batch``, and a model that runs without being compiled is a PluginError."""
-    token = _batch.set(batch)
+def compiled_step(step: Step) -> "Iterator[None]":
+    """While it is open, attention serves ``step``, and a model that runs without being compiled is a PluginError."""
+    token = _step.set(step)
     try:
         yield
     finally:
-        _batch.reset(token)
+        _step.reset(token)
 
 
-def _opaque(layer: Attention) -> "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]":
+def _opaque(
+    layer: Attention, index: int
+) -> "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]":
     """``layer.forward``, with what follows RoPE as one operator."""
-    number = next(_numbers)
-    _layers[number] = layer
 
     def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            if _batch.get() is not None:
+            if _step.get() is not None:
                 raise PluginError("torch-compile: torch.compile did nothing; is TORCHDYNAMO_DISABLE set?")
             return Attention.forward(layer, query, key, value, batch)
         if layer.rotary is not None and not layer.backend.capabilities.fuses_rope:
             query, key = layer.rotary(query, key, batch.positions)
-        out: torch.Tensor = paged_attention(query, key, value, number, layer.spec.v_head_dim)
+        out: torch.Tensor = paged_attention(query, key, value, index, layer.spec.v_head_dim)
         return out
 
     return forward
@@ -80,10 +96,11 @@ def paged_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, v_head_dim: int
 ) -> torch.Tensor:
     """[num_tokens, num_heads, v_head_dim] of one ``Attention`` layer, RoPE excepted, over the batch of the step."""
-    batch, attention = _batch.get(), _layers[layer]
-    assert batch is not None, "compiled_step is open"
-    attention.backend.write_kv(attention, key, value, batch)
-    return attention.backend.attend(attention, query, batch)
+    step = _step.get()
+    assert step is not None, "compiled_step is open"
+    attention = step.layers[layer]
+    attention.backend.write_kv(attention, key, value, step.batch)
+    return attention.backend.attend(attention, query, step.batch)
 
 
 @paged_attention.register_fake

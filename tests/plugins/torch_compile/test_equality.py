@@ -17,11 +17,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from mini_infer.engine import Engine
-from mini_infer.interfaces import BatchLimits, ForwardBatch, StepShape
+from mini_infer.interfaces import BatchLimits, StepShape
 from mini_infer.testing import assert_idle, make_engine, run_engine, tiny_model
 from mini_infer.testing.reference import Equality, reference_of
 from mini_infer.testing.traffic import MAX_MODEL_LEN, random_traffic
 from mini_infer_plugins.torch_compile.compiled_step import CompiledStepRunner, _Graph
+from mini_infer_plugins.torch_compile.opaque_attention import Step
 
 FULL = os.environ.get("MINI_INFER_TEST_FULL") == "1"
 NUM_TRAFFICS = 200 if FULL else 12
@@ -122,18 +123,22 @@ def test_padding_changes_no_token() -> None:
 run_graph = _Graph.__call__
 
 
-def padding_in_front(graph: _Graph, batch: ForwardBatch) -> torch.Tensor:
-    return run_graph(graph, replace(batch, input_ids=batch.input_ids.roll(1), positions=batch.positions.roll(1)))
+def padding_in_front(graph: _Graph, step: Step) -> torch.Tensor:
+    batch = step.batch
+    batch = replace(batch, input_ids=batch.input_ids.roll(1), positions=batch.positions.roll(1))
+    return run_graph(graph, replace(step, batch=batch))
 
 
-def padding_written_over_a_token(graph: _Graph, batch: ForwardBatch) -> torch.Tensor:
-    return run_graph(graph, replace(batch, slot_mapping=batch.slot_mapping.roll(1)))
+def padding_written_over_a_token(graph: _Graph, step: Step) -> torch.Tensor:
+    batch = replace(step.batch, slot_mapping=step.batch.slot_mapping.roll(1))
+    return run_graph(graph, replace(step, batch=batch))
 
 
-def slots_of_an_earlier_step(graph: _Graph, batch: ForwardBatch) -> torch.Tensor:
+def slots_of_an_earlier_step(graph: _Graph, step: Step) -> torch.Tensor:
     """As if the compiler had taken them for constants."""
+    batch = step.batch
     slots = EARLIER.setdefault(graph, {}).setdefault(batch.shape.num_tokens, batch.slot_mapping.clone())
-    return run_graph(graph, replace(batch, slot_mapping=slots))
+    return run_graph(graph, replace(step, batch=replace(batch, slot_mapping=slots)))
 
 
 EARLIER: WeakKeyDictionary[_Graph, dict[int, torch.Tensor]] = WeakKeyDictionary()
