@@ -99,7 +99,7 @@ def paged_attention(
     step = _step.get()
     assert step is not None, "compiled_step is open"
     attention = step.layers[layer]
-    attention.backend.write_kv(attention, key, value, step.batch)
+    query = attention.backend.write_kv(attention, query, key, value, step.batch)
     return attention.backend.attend(attention, query, step.batch)
 
 

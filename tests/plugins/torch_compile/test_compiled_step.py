@@ -150,7 +150,7 @@ def test_a_second_graph_of_a_kind_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         run_engine(built.engine, requests(4))
 
 
-@pytest.mark.parametrize("other", ["cuda-graphs", "cpu-kernels", "fused-kernels"])
+@pytest.mark.parametrize("other", ["cuda-graphs", "cpu-kernels"])  # fused-kernels provides what the second does
 def test_what_it_cannot_run_with(other: str) -> None:
     with pytest.raises(PluginConflictError, match="torch-compile"):
         engine("torch-compile", other)
