@@ -97,26 +97,27 @@ class Layout:
 def lay_out(plan: StepPlan, state: "BatchState") -> HostLayout:
     """One grant after another; the rows' ``num_run`` moves on."""
     spans: list[RowSpan] = []
-    pieces: list[np.ndarray] = []
     last_token_at: list[int] = []
     last_token_slots: list[int] = []
+    num_tokens = sum(grant.num_tokens + len(grant.draft_token_ids) for grant in plan.grants)
+    input_ids = np.zeros(num_tokens, dtype=np.int64)
     start = 0
     for grant in plan.grants:
-        row = state.rows[grant.slot]
-        known = row.token_ids[row.num_run : row.num_run + grant.num_tokens]
-        pieces.append(known)
-        if len(known) < grant.num_tokens:  # the row has caught up: its next token is on the device only
-            last_token_at.append(start + len(known))
-            last_token_slots.append(grant.slot)
-            pieces.append(np.zeros(1, dtype=np.int64))
-        if grant.draft_token_ids:
-            pieces.append(np.asarray(grant.draft_token_ids, dtype=np.int64))
-        num_drafts = len(grant.draft_token_ids)
+        row, num_drafts = state.rows[grant.slot], len(grant.draft_token_ids)
         spans.append(RowSpan(grant, start, grant.num_tokens, num_drafts, row, row.num_run))
-        row.num_run += len(known)
-        start += grant.num_tokens + num_drafts
+        num_known = min(len(row.token_ids) - row.num_run, grant.num_tokens)
+        if num_known:
+            input_ids[start : start + num_known] = row.token_ids[row.num_run : row.num_run + num_known]
+            row.num_run += num_known
+        if num_known < grant.num_tokens:  # the row has caught up: its next token is on the device only
+            last_token_at.append(start + num_known)
+            last_token_slots.append(grant.slot)
+        start += grant.num_tokens
+        if num_drafts:
+            input_ids[start : start + num_drafts] = grant.draft_token_ids
+            start += num_drafts
     decodes = len(last_token_at) == len(spans) == start and all(span.grant.samples for span in spans)
-    return HostLayout(spans, np.concatenate(pieces), last_token_at, last_token_slots, decodes)
+    return HostLayout(spans, input_ids, last_token_at, last_token_slots, decodes)
 
 
 def query_lens_of(spans: Sequence[RowSpan]) -> list[int]:
