@@ -178,15 +178,22 @@ def misfit(spec: "KVCacheSpec") -> str | None:
     return None
 
 
+def build_for_any_block(device: str) -> FlashBuild | None:
+    """The installed build that takes blocks of any size on a card, or None."""
+    import torch
+
+    major, _ = torch.cuda.get_device_capability(device)
+    return next((b for b in _BUILDS if b.is_installed and b.runs_on(major) and b.block_multiple == 1), None)
+
+
 def find_flash_attention(spec: "KVCacheSpec", device: str) -> FlashAttention | None:
-    """FlashAttention-3 over blocks of any size, or None if there is none or it cannot serve this cache."""
-    if misfit(spec) is not None:
-        return None
-    try:
-        build = find_build(device)
-        return build.load() if build.block_multiple == 1 else None
-    except ConfigError:
-        return None
+    """FlashAttention-3 over blocks of any size, or None if there is none or it cannot serve this cache.
+
+    Raises:
+        ConfigError: it is installed but broken.
+    """
+    build = None if misfit(spec) is not None else build_for_any_block(device)
+    return None if build is None else build.load()
 
 
 def _kernels_of_3(module: Any) -> "Callable[[_Call], None]":

@@ -83,12 +83,10 @@ def one_row_kernel(
 def few_rows_kernel(
     x,
     weight,
-    bias,
     out,
     M,
     N,
     K,
-    BIAS: tl.constexpr,
     GATE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -118,8 +116,6 @@ def few_rows_kernel(
             u = weight.load([tile * BLOCK_N + N, k])
             up = tl.dot(u, xs, up, input_precision=PRECISION)
     in_n, in_m = n < N, m < M
-    if BIAS:
-        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     if GATE:
         acc = acc * tl.sigmoid(acc) * up
     to = out + (split * M + m[None, :]).to(tl.int64) * N + n[:, None]

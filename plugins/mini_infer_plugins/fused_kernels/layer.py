@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mini_infer.errors import ConfigError
 from mini_infer.interfaces import ModelTransform
 from mini_infer.layers import Linear, RMSNorm
 from mini_infer.layers.decoder import DecoderForCausalLM, DecoderLayer
@@ -78,9 +77,7 @@ SUMMED_ROWS = 128
 """The same where ``add_norm`` follows, which sums what several programs left: cuBLAS would launch a kernel for it."""
 
 
-def few_rows(
-    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, gate: bool = False, sums: bool = False
-) -> torch.Tensor:
+def few_rows(x: torch.Tensor, weight: torch.Tensor, *, gate: bool = False, sums: bool = False) -> torch.Tensor:
     """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most ``SUMMED_ROWS``.
 
     With ``sums`` the answer may be float32 [S, M, N], still to be summed over S, as ``add_norm`` does.
@@ -94,8 +91,7 @@ def few_rows(
     pdl = _launches_early(x)
     few_rows_kernel[(triton.cdiv(n, block_n), splits)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]), TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        out if bias is None else bias, out, m, n, k,
-        BIAS=bias is not None, GATE=gate, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        out, m, n, k, GATE=gate, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32", PDL=pdl,
         num_warps=4, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
@@ -201,8 +197,6 @@ class FusedKernels(ModelTransform):
         self._log = log
 
     def apply(self, module: "nn.Module", config: "ModelConfig") -> "nn.Module":
-        if not config.device.startswith("cuda"):
-            raise ConfigError(f"plugin fused-kernels runs on a GPU, not on {config.device}: leave it out")
         if not isinstance(module, DecoderForCausalLM):
             self._log(f"fused-kernels: {type(module).__name__} is no plain decoder and runs as it is")
             return module

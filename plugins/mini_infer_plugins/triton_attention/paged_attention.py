@@ -95,12 +95,13 @@ class TritonAttention(AttentionBackend):
         # Splits times rows is bounded by what fills the card a few times over, so one scratch serves every shape.
         cells = max(limits.max_num_rows * 2, self._num_processors * 8) * self.spec.num_kv_heads * _MOST_TILE_ROWS
         self._scratch = torch.empty(cells * self._padded_dim, dtype=torch.float32, device=self.device)
-        self._order = torch.zeros(limits.max_num_rows, dtype=torch.int32, device=self.device)
         self._scratch_lse = torch.empty(cells, dtype=torch.float32, device=self.device)
+        self._order = torch.zeros(limits.max_num_rows, dtype=torch.int32, device=self.device)
 
     def prepare(self, batch: "ForwardBatch") -> None:
         rows = batch.shape.num_decode_rows
-        if rows and self.num_splits(rows) == 1:
+        by_our_kernel = self._flash is None or rows == batch.shape.num_rows
+        if rows and by_our_kernel and self.num_splits(rows) == 1:
             longest_first_kernel[(triton.cdiv(rows, 32),)](
                 batch.seq_lens, self._order, rows, BLOCK=32, PADDED_ROWS=triton.next_power_of_2(rows), num_warps=4
             )

@@ -132,7 +132,8 @@ def test_a_broken_build_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["vfa3"], "fwd")
     with pytest.raises(ConfigError, match="is installed but cannot be used: module 'vfa3' has no attribute 'fwd'"):
         find_build("cuda").load()
-    assert find_flash_attention(SPEC, "cuda") is None
+    with pytest.raises(ConfigError, match="is installed but cannot be used"):
+        find_flash_attention(SPEC, "cuda")
 
 
 @pytest.mark.parametrize(
