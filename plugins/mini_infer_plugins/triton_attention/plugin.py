@@ -22,9 +22,7 @@ missing = missing_triton
 def attention_backends(context: "BuildContext") -> "Sequence[type[AttentionBackend]]":
     if context.device.startswith("cuda"):  # elsewhere another backend serves
         expect_triton(name, context.device)
-        by = (
-            build_for_any_block(context.device) or "its own kernels: no FlashAttention-3 is installed for this card"
-        )
+        by = build_for_any_block(context.device) or "its own kernels: no FlashAttention-3 is installed for this card"
         context.log(f"triton-attention: in 16 bits, steps with prompts by {by}")
     from mini_infer_plugins.triton_attention.paged_attention import TritonAttention
 
