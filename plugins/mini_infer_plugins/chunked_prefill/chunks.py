@@ -18,8 +18,9 @@ class ChunksBesideDecodes(ChunkPolicy):
     """
 
     _DECODES_A_PROMPT = 4
+    _TILE = 128  # tokens that matrix products take at a time: a step of fewer takes no less time
 
-    def __init__(self, max_tokens: int, equal_history: int = 32_768) -> None:
+    def __init__(self, max_tokens: int, equal_history: int = 43_008) -> None:
         self._max_tokens = max_tokens
         self._equal_history = equal_history
         self._asked: SchedulerView | None = None
@@ -32,7 +33,8 @@ class ChunksBesideDecodes(ChunkPolicy):
         room = self._budget - (view.token_budget - budget_left)
         if room > 1 and self._budget < view.token_budget:
             history = request.num_tokens - request.num_tokens_to_do
-            room = max(1, round(room * self._equal_history / (self._equal_history + history)))
+            affordable = self._budget * self._equal_history / (self._equal_history + history)
+            room = max(1, room - self._TILE * round((self._budget - affordable) / self._TILE))
         return max(0, min(request.num_tokens_to_do, budget_left, room))
 
     def _budget_of(self, view: SchedulerView) -> int:

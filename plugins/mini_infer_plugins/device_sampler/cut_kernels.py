@@ -89,9 +89,7 @@ def first_bracket(
     return tl.maximum(scale(bottom, highest, temperature), FLOOR), few
 
 
-@triton.jit(
-    do_not_specialize=["part_size", "num_rows", "num_parts", "num_rounds"], do_not_specialize_on_alignment=["slots"]
-)
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "num_rounds"], do_not_specialize_on_alignment=["slots"])
 def weigh_pivots_kernel(
     logits, slots, temperatures, limits, top_k, best, best_id, cuts, lowest, sums, stride, vocab_size, part_size,
     num_rows, num_parts, num_rounds,
@@ -121,7 +119,7 @@ def weigh_pivots_kernel(
             tl.store(sums + at, tl.sum(total, 1))
 
 
-@triton.jit(do_not_specialize=["part_size", "num_rows", "num_parts"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"], do_not_specialize_on_alignment=["slots"])
 def gather_kernel(
     logits, slots, temperatures, limits, top_k, best, best_id, cuts, lowest, sums, places, num_places, totals, above,
     stride, vocab_size, part_size, num_rows, num_parts,

@@ -32,7 +32,7 @@ SCORE_ERROR = tl.constexpr(1e-3)  # more than ``rough_gumbel`` is off
 # -- the most likely token ---------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["part_size"])
+@triton.jit
 def best_of_part_kernel(
     logits, invalid, best, best_id, fine, lowest, stride, vocab_size, part_size,
     INVALID: tl.constexpr, DRAW: tl.constexpr, BLOCK: tl.constexpr,
@@ -95,9 +95,7 @@ def best_of_row_kernel(best, best_id, fine, tokens, ok, num_parts, vocab_size, P
 # -- penalties and bias, in place --------------------------------------------------------------------------------------
 
 
-@triton.jit(
-    do_not_specialize=["part_size", "num_drafts", "draft_stride"], do_not_specialize_on_alignment=["slots", "drafts"]
-)
+@triton.jit(do_not_specialize=["num_drafts", "draft_stride"], do_not_specialize_on_alignment=["slots", "drafts"])
 def penalise_kernel(
     logits, slots, drafts, repetition, presence, frequency, output_counts, prompt_mask,
     stride, draft_stride, num_drafts, vocab_size, part_size, BLOCK: tl.constexpr,
@@ -200,7 +198,7 @@ def least_scaled(min_p):
     return least
 
 
-@triton.jit(do_not_specialize=["part_size", "num_parts"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["slots", "positions"])
 def draw_from_part_kernel(
     logits, slots, positions, temperatures, min_p, seeds, choices, best, best_id, cuts, rough, stride, vocab_size,
     part_size, num_parts, num_blocks, CUT: tl.constexpr, BLOCK: tl.constexpr, PADDED_PARTS: tl.constexpr,

@@ -6,8 +6,8 @@ inside it::
     [norm, QKV] -> [RoPE, KV write] -> [attention, merge] -> [O, residual]
                 -> [norm, gate and up, SiLU] -> [down, residual]
 
-More rows: one kernel for add and norm; up to ``FEW_ROWS`` products of our own, the gate inside one; up to
-``SUMMED_ROWS`` those before add and norm leave sums to it. All others are cuBLAS's, with a kernel for the gate.
+More rows: one kernel for add and norm; up to ``FEW_ROWS`` (and ``FULL_ROWS``) products of our own, the gate inside one,
+sums left to add and norm; else cuBLAS's, with a kernel for the gate, up to ``HALVED_ROWS`` with two halves left to sum.
 
 Contract: the layer's numbers up to rounding. Layers whose parts are not the plain ones (quantised, sharded, with
 ``qk_norm`` or an MLP bias) are left alone; the start log says how many were replaced.
@@ -73,12 +73,15 @@ def _tiling(n: int, k: int, gate: bool) -> tuple[int, int]:
 FEW_ROWS = 64
 """Most rows of a product by ``few_rows``; beyond, cuBLAS's tiles that are no power of two divide the card better."""
 
-SUMMED_ROWS = 128
-"""The same where ``add_norm`` follows, which sums what several programs left: cuBLAS would launch a kernel for it."""
+FULL_ROWS = range(112, 129)
+"""The same where ``add_norm`` follows: rows that fill the next power of two, whose sums are left to it."""
+
+HALVED_ROWS = 384
+"""Most rows of cuBLAS's product of two halves where ``add_norm`` follows; beyond, its own choice is as good."""
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, *, gate: bool = False, sums: bool = False) -> torch.Tensor:
-    """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most ``SUMMED_ROWS``.
+    """[M, K] times [N, K] -> [M, N], with ``gate`` [M, N / 2]; M is at most 128.
 
     With ``sums`` the answer may be float32 [S, M, N], still to be summed over S, as ``add_norm`` does.
     """
@@ -107,6 +110,16 @@ def _few_rows_tiling(n: int, k: int, sums: bool, element_size: int) -> tuple[int
     tiles = triton.cdiv(n, block_n)
     splits = min(triton.cdiv(112, tiles), max(1, k // (4 * block_k))) if sums else 1
     return block_n, block_k, splits, stages
+
+
+def halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[M, K] times [N, K] -> float32 [2, M, N], still to be summed, in 16 bits and even K.
+
+    One batched product: cuBLAS would split it too, and launch a kernel for the sum.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    left, right = x.view(m, 2, k // 2).transpose(0, 1), weight.view(n, 2, k // 2).permute(1, 2, 0)
+    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +151,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[num_tokens, 2 * size] -> [num_tokens, size]."""
     rows, width = gate_up.shape
     out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-    silu_and_mul_kernel[(rows, triton.cdiv(width // 2, 1024))](gate_up, out, width // 2, BLOCK=1024, num_warps=4)
+    silu_and_mul_kernel[(rows, triton.cdiv(width // 2, 2048))](gate_up, out, width // 2, BLOCK=2048, num_warps=8)
     return out
 
 
@@ -172,7 +185,10 @@ class FusedLayer:
 
 def _summed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A product for ``add_norm``."""
-    return few_rows(x, weight, sums=True) if _serves(x, SUMMED_ROWS) else F.linear(x, weight)
+    if _serves(x, FEW_ROWS) or (_serves(x, FULL_ROWS[-1]) and x.shape[0] in FULL_ROWS):
+        return few_rows(x, weight, sums=True)
+    in_halves = _serves(x, HALVED_ROWS) and x.element_size() == 2 and x.shape[1] % 16 == 0
+    return halves(x, weight) if in_halves else F.linear(x, weight)
 
 
 def _gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """TritonAttention: grouped-query attention over paged blocks, decode with the sequence split over the card.
 
 Contract: uniform rows (decode, verify) run in ``decode_kernel`` on a grid that depends on the step's shape alone, so a
-device graph of that shape stays valid at any length; other rows run in FlashAttention-3 where a build of it is
-installed, else in ``long_rows_kernel``. RoPE is fused into the kernel that writes keys and values, which in a decode
-step is attention's own. Float32 is computed in IEEE float32.
+device graph of that shape stays valid at any length. Steps with prompts run on Hopper in 16 bits in ``prompts_kernel``,
+whole prompts in FlashAttention-3 where a build of it is installed; elsewhere in it or in ``long_rows_kernel``. RoPE is
+fused into the kernel that writes keys and values, which in a decode step is attention's own. Float32 is computed in
+IEEE float32.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mini_infer_plugins.triton_attention.kernels import (
     merge_kernel,
     write_kv_kernel,
 )
+from mini_infer_plugins.triton_attention.prompt_tiles import find_prompt_tiles
 
 if TYPE_CHECKING:
     from mini_infer.interfaces import BatchLimits, ForwardBatch, KVCacheSpec
@@ -79,6 +81,7 @@ class TritonAttention(AttentionBackend):
         on_gpu = device.startswith("cuda")
         self._flash = find_flash_attention(spec, device) if on_gpu else None
         self._flash_step: _FlashStep | None = None  # of the step at work
+        self._tiles = find_prompt_tiles(spec, device, block_size)
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
@@ -100,8 +103,8 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: "ForwardBatch") -> None:
         rows = batch.shape.num_decode_rows
-        by_our_kernel = self._flash is None or rows == batch.shape.num_rows
-        if rows and by_our_kernel and self.num_splits(rows) == 1:
+        in_one_launch = rows < batch.shape.num_rows and (self._flash is not None or self._tiles is not None)
+        if rows and not in_one_launch and self.num_splits(rows) == 1:
             longest_first_kernel[(triton.cdiv(rows, 32),)](
                 batch.seq_lens, self._order, rows, BLOCK=32, PADDED_ROWS=triton.next_power_of_2(rows), num_warps=4
             )
@@ -140,6 +143,9 @@ class TritonAttention(AttentionBackend):
             self._with_flash(layer, query, out, step, fresh)
             return out
         num_decode_rows = self._num_decode_rows(layer, batch)
+        if self._tiles is not None and num_decode_rows < batch.shape.num_rows:
+            self._tiles(layer, query, out, batch)
+            return out
         if num_decode_rows:
             self._decode(layer, query, out, batch, num_decode_rows, unwritten)
         if num_decode_rows < batch.shape.num_rows:
@@ -147,9 +153,9 @@ class TritonAttention(AttentionBackend):
         return out
 
     def num_splits(self, num_rows: int) -> int:
-        """Programs a row and KV head: enough to fill the card twice, by the step's shape alone."""
+        """Programs a row and KV head, by the step's shape alone: enough to even out rows of different lengths."""
         programs = num_rows * self.spec.num_kv_heads
-        return max(1, min(_MOST_SPLITS, 2 * self._num_processors // programs))
+        return max(1, min(_MOST_SPLITS, 15 * self._num_processors // (4 * programs)))
 
     def _num_decode_rows(self, layer: "Attention", batch: "ForwardBatch") -> int:
         """Leading rows that the decode kernel runs."""
@@ -169,7 +175,7 @@ class TritonAttention(AttentionBackend):
                 fresh=not in_a_graph and batch.seq_lens_host == batch.query_lens_host,
                 max_seq_len=most if in_a_graph else max(batch.seq_lens_host),
             )
-        return known
+        return known if known.fresh or self._tiles is None else None
 
     def _write(
         self,
@@ -256,11 +262,12 @@ class TritonAttention(AttentionBackend):
         """Keys a step of a decode program, warps, and steps on their way; by measurement (README).
 
         Many small programs a processor: their block numbers, keys and values are three journeys to memory one after
-        the other, which only other programs' work can hide, or, where there are few programs, more steps on their way.
+        the other, which only other programs' work can hide, or, where there are few programs, more steps on their way;
+        where lengths differ there are few in the end.
         """
         if self._padded_dim > 128 or self.spec.dtype == "float32":
             return 32, 4, 3
-        return 32, 1, 3 if programs >= 3 * self._num_processors else 5
+        return 32, 1, 3 if programs >= 6 * self._num_processors else 5
 
     def _long_rows(
         self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", first: int

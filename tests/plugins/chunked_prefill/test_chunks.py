@@ -24,10 +24,10 @@ def request(name: str, num_tokens: int, max_tokens: int = 12) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params)
 
 
-def steps_of(most: int, decoding: str = "abcd", **more: int) -> tuple[list[int], dict[str, list[int]]]:
+def steps_of(most: int, decoding: str = "abcd", long: int = 40, **more: int) -> tuple[list[int], dict[str, list[int]]]:
     """Tokens run in each step, and each request's tokens: some decode when a long prompt arrives."""
     settings = {"chunked-prefill": {"max_tokens_beside_decodes": most, **more}}
-    engine = make_engine("llama", plugins=["chunked-prefill"], plugin=settings, max_model_len=128).engine
+    engine = make_engine("llama", plugins=["chunked-prefill"], plugin=settings, max_model_len=512).engine
     sizes: list[int] = []
     execute = engine._execute
     engine._execute = lambda plan, requests: (sizes.append(plan.num_tokens), execute(plan, requests))[1]  # type: ignore[method-assign]
@@ -36,7 +36,7 @@ def steps_of(most: int, decoding: str = "abcd", **more: int) -> tuple[list[int],
         engine.add_request(request(name, 3, 20))
     for step in range(200):
         if step == 2:
-            engine.add_request(request("z", 40))
+            engine.add_request(request("z", long))
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
         if not engine.has_work():
@@ -53,11 +53,11 @@ def test_a_prompt_is_cut_beside_decodes_and_changes_no_token() -> None:
     assert tokens == whole_tokens
 
 
-def test_chunks_shrink_as_a_prompt_s_history_grows() -> None:
-    """16 tokens' room: of tokens with a history of 16 as many as cost twice as much, with one of 24 two fifths."""
-    sizes, tokens = steps_of(20, equal_history=16)
-    assert sizes[:8] == [12, 4, 4 + 16, 4 + 8, 4 + 6, 4 + 6, 4 + 4, 5]
-    assert tokens == steps_of(1000)[1]
+def test_chunks_shrink_by_tiles_as_a_prompt_s_history_grows() -> None:
+    """252 tokens' room. With a history of 252 the price of 256 buys 113, of 376 it buys 89: nearest is a tile less."""
+    sizes, tokens = steps_of(256, long=480, equal_history=200)
+    assert sizes[:6] == [12, 4, 4 + 252, 4 + 124, 4 + 104, 5]
+    assert tokens == steps_of(1000, long=480)[1]
 
 
 def test_decodes_are_at_most_a_quarter_of_a_step_with_prompts() -> None:
