@@ -25,7 +25,7 @@ class BucketedRunner(StepRunner):
         return replace(limits, max_num_rows=rows, max_num_tokens=up(limits.max_num_tokens + 4 * rows, 16))
 
     def bind(self, backends: Sequence[AttentionBackend]) -> None:
-        self.replays = all(backend.capabilities.graphs == "mixed" for backend in backends)
+        self.replays = all(backend.graphs == "mixed" for backend in backends)
 
     def shape(self, shape: StepShape) -> StepShape:
         rows, tokens = up(shape.num_rows, 4), up(shape.num_rows, 4) * shape.decode_query_len

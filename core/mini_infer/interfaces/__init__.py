@@ -1,7 +1,7 @@
 """The contract. What this package exports is what ``api_version`` covers; nothing else is promised."""
 
 from mini_infer.forward_batch import ForwardBatch, StepShape
-from mini_infer.interfaces.attention import AttentionBackend, AttentionCapabilities, BatchLimits
+from mini_infer.interfaces.attention import AttentionBackend, AttentionCapabilities, BatchLimits, GraphSupport
 from mini_infer.interfaces.cache_policy import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote
 from mini_infer.interfaces.executor import Executor, PendingOutput, StepWorker
 from mini_infer.interfaces.model import CausalLM, KVCacheSpec, ModelAdapter, ModelConfig
@@ -55,6 +55,7 @@ __all__ = [
     "Executor",
     "ForwardBatch",
     "Grant",
+    "GraphSupport",
     "KVCacheSpec",
     "LateInputs",
     "LateLogitsProcessor",

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from mini_infer.layers.attention import Attention
 
 
+GraphSupport = Literal["none", "decode", "verify", "mixed"]
+"""Steps in which ``attend`` can be captured in a device graph, each kind with those before it.
+
+A graph of a mixed step is replayed for any rows of as many tokens: what depends on them, ``prepare`` puts where the
+graph reads it.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
     """What a backend can do; the core refuses at build what it cannot.
@@ -38,7 +46,7 @@ class AttentionCapabilities:
     kinds: tuple[str, ...] = ("full",)
     head_dims: tuple[int, ...] = ()
     block_sizes: tuple[int, ...] = ()
-    graphs: Literal["none", "decode", "verify", "mixed"] = "none"
+    graphs: GraphSupport = "none"
     needs_host_lengths: bool = False
     fuses_rope: bool = False
 
@@ -73,6 +81,11 @@ class AttentionBackend(ABC):
         self.spec = spec
         self.device = device
         self.block_size = block_size
+
+    @property
+    def graphs(self) -> GraphSupport:
+        """What of ``capabilities`` holds for this cache on this device, or more."""
+        return self.capabilities.graphs
 
     @classmethod
     def unavailable(cls, spec: "KVCacheSpec", device: str) -> str | None:

@@ -20,7 +20,7 @@ class ChunksBesideDecodes(ChunkPolicy):
     _DECODES_A_PROMPT = 4
     _TILE = 128  # tokens that matrix products take at a time: a step of fewer takes no less time
 
-    def __init__(self, max_tokens: int, equal_history: int = 43_008) -> None:
+    def __init__(self, max_tokens: int, equal_history: int = 49_152) -> None:
         self._max_tokens = max_tokens
         self._equal_history = equal_history
         self._asked: SchedulerView | None = None

@@ -26,7 +26,7 @@ class Settings(BaseModel):
         "four times as many as decode, where that is more",
     )
     equal_history: PositiveInt = Field(
-        default=43_008,
+        default=49_152,
         description="tokens of history that make a prompt's token cost twice as much as one without: chunks shrink by "
         "as much, so that a long prompt's last steps take no longer than its first",
     )

@@ -1,4 +1,4 @@
-"""CudaGraphRunner: decode and verify steps replayed as one graph each, steps with prompts as one between attentions.
+"""CudaGraphRunner: steps replayed as one graph each; steps with prompts, where attention forbids, as one between two.
 
 Contract: a step is padded with rows on the null block to the next bucket, or to a larger one that is faster; graphs
 read the fixed buffers that the core fills, so replay needs nothing but their contents. Steps larger than any bucket run
@@ -20,6 +20,10 @@ from mini_infer_plugins.cuda_graphs.pieces import Answers, PieceGraphs, unowned
 if TYPE_CHECKING:
     from mini_infer.forward_batch import ForwardBatch
     from mini_infer.interfaces import AttentionBackend, BatchLimits
+    from mini_infer.layers import Attention
+
+
+_MIXED = 0  # in the place of a decode or verify step's tokens a row
 
 
 class CudaGraphRunner(StepRunner):
@@ -39,7 +43,7 @@ class CudaGraphRunner(StepRunner):
         self._batch_sizes = sorted(batch_sizes)
         self._num_tokens = sorted(num_tokens)
         self._log = log
-        self._captures_verify = True
+        self._captures_verify, self._captures_mixed = True, False
         self._max_num_tokens = self._longest_row = 0
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._seconds: dict[int, float] = {}  # of a decode step, by rows
@@ -49,11 +53,12 @@ class CudaGraphRunner(StepRunner):
         self._pool: Any = None
 
     def bind(self, backends: "Sequence[AttentionBackend]") -> None:
-        unable = ", ".join(b.name for b in backends if b.capabilities.graphs == "none")
+        unable = ", ".join(b.name for b in backends if b.graphs == "none")
         if unable:
             self._log(f"cuda-graphs: attention '{unable}' cannot be captured, so only steps with prompts have graphs")
             self._batch_sizes = []
-        self._captures_verify = all(b.capabilities.graphs != "decode" for b in backends)
+        self._captures_verify = all(b.graphs != "decode" for b in backends)
+        self._captures_mixed = all(b.graphs == "mixed" for b in backends)
 
     def limits(self, limits: "BatchLimits") -> "BatchLimits":
         self._batch_sizes = _up_to(self._batch_sizes, limits.max_num_rows)
@@ -89,6 +94,8 @@ class CudaGraphRunner(StepRunner):
         if self._rows_for(shape) == shape.num_rows:
             return self._run_whole((shape.num_rows, shape.decode_query_len), forward, batch)
         if self._tokens_for(shape) == shape.num_tokens and not shape.last_only:
+            if self._captures_mixed:
+                return self._run_whole((shape.num_tokens, _MIXED), forward, for_rows_of_any_lengths(batch))
             return self._run_in_pieces(shape.num_tokens, forward, batch)
         return forward(batch)
 
@@ -130,6 +137,16 @@ class CudaGraphRunner(StepRunner):
             self._pieces[num_tokens] = PieceGraphs(forward, batch, self._pool, self._answers, self._num_tokens[-1])
             self._pool = self._pieces[num_tokens].pool
         return self._pieces[num_tokens].replay(batch)
+
+
+def for_rows_of_any_lengths(batch: "ForwardBatch") -> "ForwardBatch":
+    """The batch to capture: attention that sees ``around_attention`` takes nothing from this step's own lengths."""
+
+    def attend(layer: "Attention", query: torch.Tensor) -> torch.Tensor:
+        return layer.backend.attend(layer, query, captured)
+
+    captured = replace(batch, around_attention=attend)
+    return captured
 
 
 def fastest_from(rows: int, seconds: Mapping[int, float]) -> int:

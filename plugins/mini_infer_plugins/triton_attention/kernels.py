@@ -15,49 +15,46 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def with_half(pointer, table, position, dims, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, mask):
-    """What ``rotated`` takes: a vector or tile of heads, its other half, cos, and sin (-sin for the first half).
-
-    ``table`` is [max_len, 2, head_dim] of (cos, sin).
-    """
-    x = tl.load(pointer + dims, mask=mask, other=0.0)
-    half, cos, sin = x, 1.0, 0.0
+def rotated(pointer, table, position, dims, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, mask):
+    """A vector or tile of heads, rotated by its position; ``table`` is [max_len, 2, head_dim] of (cos, -sin | sin)."""
+    x = tl.load(pointer + dims, mask=mask, other=0.0).to(tl.float32)
     if ROPE:
-        half = tl.load(pointer + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0)
+        half = tl.load(pointer + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
         angle = table + position * 2 * HEAD_DIM + dims
-        cos = tl.load(angle, mask=mask, other=0.0)
-        sin = tl.load(angle + HEAD_DIM, mask=mask, other=0.0)
-    return x, half, cos, sin
-
-
-@triton.jit
-def rotated(x, half, cos, sin, ROPE: tl.constexpr):
-    """float32, rotated by its position."""
-    x = x.to(tl.float32)
-    if ROPE:
-        x = x * cos.to(tl.float32) + half.to(tl.float32) * sin.to(tl.float32)
+        cos = tl.load(angle, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(angle + HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
+        x = x * cos + half * sin
     return x
 
 
 @triton.jit
-def write(
-    k,
-    v,
+def written(
+    key,
+    value,
     kv_cache,
     num_blocks,
     slot,
     head,
+    table,
+    position,
     dims,
     mask,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
-    """Write a token's key and value into the cache; ``head`` may be several [heads, 1], with ``dims`` [1, dims]."""
+    """Write a token's key, rotated, and value into the cache and return both as the cache has them.
+
+    Of one head, or of a tile of heads [heads, 1] with ``dims`` [1, dims]; ``key`` and ``value`` point to the token.
+    """
+    k = rotated(key + head * HEAD_DIM, table, position, dims, HEAD_DIM, ROPE, mask).to(kv_cache.dtype.element_ty)
+    v = tl.load(value + head * HEAD_DIM + dims, mask=mask, other=0.0).to(kv_cache.dtype.element_ty)
     place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     at = kv_cache + place.to(tl.int64) * HEAD_DIM + dims
     tl.store(at, k, mask=mask)
     tl.store(at + num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v, mask=mask)
+    return k, v
 
 
 @triton.jit(do_not_specialize=["num_blocks"])  # a 1 would have no type
@@ -103,18 +100,15 @@ def write_kv_kernel(
     if ROPE:
         head = tl.arange(0, PADDED_HEADS)[:, None]
         mask = (head < NUM_HEADS) & (dims < HEAD_DIM)
-        q_at = query + token * query_stride + head * HEAD_DIM
-        x, half, cos, sin = with_half(q_at, table, position, dims, HEAD_DIM, True, mask)
-        q = rotated(x, half, cos, sin, True)
+        q = rotated(query + token * query_stride + head * HEAD_DIM, table, position, dims, HEAD_DIM, True, mask)
         at = rotated_query + (token * NUM_HEADS + head) * HEAD_DIM + dims
         tl.store(at, q.to(rotated_query.dtype.element_ty), mask=mask)
     head = tl.arange(0, PADDED_KV_HEADS)[:, None]
     mask = (head < NUM_KV_HEADS) & (dims < HEAD_DIM)
-    k_at, v_at = key + token * key_stride + head * HEAD_DIM, value + token * value_stride + head * HEAD_DIM
-    x, half, cos, sin = with_half(k_at, table, position, dims, HEAD_DIM, ROPE, mask)
-    k = rotated(x, half, cos, sin, ROPE).to(kv_cache.dtype.element_ty)
-    v = tl.load(v_at + dims, mask=mask, other=0.0).to(kv_cache.dtype.element_ty)
-    write(k, v, kv_cache, num_blocks, slot, head, dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    k, v = written(
+        key + token * key_stride, value + token * value_stride, kv_cache, num_blocks, slot, head, table, position,
+        dims, mask, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
+    )  # fmt: skip
     if KEEPS:
         finite = tl.abs(v.to(tl.float32)) < float("inf")
         spoilt = tl.min(finite.to(tl.int32), 1)[:, None] == 0
@@ -227,8 +221,8 @@ def decode_kernel(
     Rows are taken as they come, or (``ORDERED``) as ``longest_first_kernel`` has ordered them.
 
     With ``WRITES`` (rows of one query) the row's new key and value are not in the cache yet: the first split's program
-    writes them there and ends its softmax with them; all programs read what was there before. They are loaded first,
-    so that nobody waits for them, and written last. ``ROPE`` is theirs and the query's, which comes rotated otherwise.
+    writes them there and begins its softmax with them; all programs read what was there before. ``ROPE`` is theirs and
+    the query's, which comes rotated otherwise.
 
     It is not launched early as its neighbours are: the large share of each processor's memory that it takes for itself
     would be taken from the matrix products on either side (a step was 20% slower).
@@ -246,20 +240,22 @@ def decode_kernel(
     mask = valid_m[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = query + token.to(tl.int64)[:, None] * query_stride + head_q[:, None] * HEAD_DIM
     position = tl.maximum(query_position, 0).to(tl.int64)[:, None]
-    x, half, cos, sin = with_half(q_at, table, position, dims[None, :], HEAD_DIM, ROPE, mask)
-    q = rotated(x, half, cos, sin, ROPE).to(kv_cache.dtype.element_ty)
+    q = rotated(q_at, table, position, dims[None, :], HEAD_DIM, ROPE, mask).to(kv_cache.dtype.element_ty)
 
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     size = num_blocks.to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    slot, k_x, k_half, k_cos, k_sin, v_x = 0, x, half, cos, sin, x
     if WRITES:
-        in_head, new = dims < HEAD_DIM, tl.maximum(seq_len - 1, 0).to(tl.int64)
-        k_at = key + row.to(tl.int64) * key_stride + head * HEAD_DIM
-        slot = tl.load(slot_mapping + row)
-        k_x, k_half, k_cos, k_sin = with_half(k_at, table, new, dims, HEAD_DIM, ROPE, in_head)
-        v_x = tl.load(value + row.to(tl.int64) * value_stride + head * HEAD_DIM + dims, mask=in_head, other=0.0)
+        if split == 0:
+            k, v = written(
+                key + row.to(tl.int64) * key_stride, value + row.to(tl.int64) * value_stride, kv_cache, num_blocks,
+                tl.load(slot_mapping + row), head, table, tl.maximum(seq_len - 1, 0).to(tl.int64), dims,
+                dims < HEAD_DIM, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE,
+            )  # fmt: skip
+            most = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+            acc = acc + v.to(tl.float32)[None, :]
         seq_len = seq_len - 1
     lowest = 0
     if WINDOW > 0:
@@ -271,17 +267,6 @@ def decode_kernel(
         q, kv_cache, size, block_table + row.to(tl.int64) * table_stride, head, first, last, seq_len, query_position,
         scale, acc, total, most, WINDOW, NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
     )  # fmt: skip
-    if WRITES:  # noqa: SIM102 (the compiler knows it)
-        if split == 0:
-            k = rotated(k_x, k_half, k_cos, k_sin, ROPE).to(kv_cache.dtype.element_ty)
-            v = v_x.to(kv_cache.dtype.element_ty)
-            write(k, v, kv_cache, num_blocks, slot, head, dims, dims < HEAD_DIM, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-            score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
-            higher = tl.maximum(most, score)
-            shrink, weight = tl.exp2(most - higher), tl.exp2(score - higher)
-            acc = acc * shrink[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-            total = total * shrink + weight
-            most = higher
     safe = tl.where(total > 0.0, total, 1.0)
     result = acc / safe[:, None]
     if NUM_SPLITS == 1:

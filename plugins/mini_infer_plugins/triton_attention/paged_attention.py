@@ -25,7 +25,7 @@ from mini_infer_plugins.triton_attention.kernels import (
 from mini_infer_plugins.triton_attention.prompt_tiles import find_prompt_tiles
 
 if TYPE_CHECKING:
-    from mini_infer.interfaces import BatchLimits, ForwardBatch, KVCacheSpec
+    from mini_infer.interfaces import BatchLimits, ForwardBatch, GraphSupport, KVCacheSpec
     from mini_infer.layers import Attention
 
 _LOG2_E = 1.4426950408889634
@@ -85,6 +85,11 @@ class TritonAttention(AttentionBackend):
         self._pdl = on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)  # launched while the last one ends
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
+    @property
+    def graphs(self) -> "GraphSupport":
+        """See ``AttentionBackend.graphs``."""
+        return self.capabilities.graphs if self._tiles is None else "mixed"
+
     @classmethod
     def unavailable(cls, spec: "KVCacheSpec", device: str) -> str | None:
         if device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 0):
@@ -103,6 +108,8 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, batch: "ForwardBatch") -> None:
         rows = batch.shape.num_decode_rows
+        if self._tiles is not None and rows < batch.shape.num_rows:
+            self._tiles.prepare(batch.shape)
         in_one_launch = rows < batch.shape.num_rows and (self._flash is not None or self._tiles is not None)
         if rows and not in_one_launch and self.num_splits(rows) == 1:
             longest_first_kernel[(triton.cdiv(rows, 32),)](
@@ -259,15 +266,16 @@ class TritonAttention(AttentionBackend):
             )  # fmt: skip
 
     def _tiling(self, programs: int) -> tuple[int, int, int]:
-        """Keys a step of a decode program, warps, and steps on their way; by measurement (README).
+        """Keys a step of a decode program, warps, and the compiler's stages; by measurement (README).
 
         Many small programs a processor: their block numbers, keys and values are three journeys to memory one after
         the other, which only other programs' work can hide, or, where there are few programs, more steps on their way;
-        where lengths differ there are few in the end.
+        where lengths differ there are few in the end. Two stages more are one step more.
         """
         if self._padded_dim > 128 or self.spec.dtype == "float32":
             return 32, 4, 3
-        return 32, 1, 3 if programs >= 6 * self._num_processors else 5
+        processors = self._num_processors
+        return 32, 1, 5 if programs < 6 * processors else 7 if programs < 7.6 * processors else 3
 
     def _long_rows(
         self, layer: "Attention", query: torch.Tensor, out: torch.Tensor, batch: "ForwardBatch", first: int

@@ -13,6 +13,8 @@ Contract: programs take tiles from a counter, which the last one sets back to ze
 rows are taken first. Keys and values behind a row's end may hold anything: keys are masked, values put to zero.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +32,14 @@ STAGES = gl.constexpr(2)  # steps on their way
 ABOUT = gl.constexpr(8)  # numbers that ``attend`` wants to know of a tile
 
 
+@triton.jit(do_not_specialize=["decode_rows", "rows", "tiles"])
+def step_sizes_kernel(step_sizes, decode_rows, rows, tiles):
+    """One program: the numbers that ``prompts_kernel`` reads."""
+    tl.store(step_sizes, decode_rows)
+    tl.store(step_sizes + 1, rows)
+    tl.store(step_sizes + 2, tiles)
+
+
 @gluon.jit
 def tell(about, index: gl.constexpr, value):
     """``fetch`` writes one of a tile's numbers."""
@@ -42,6 +52,36 @@ def told(about, index: gl.constexpr):
     """``attend`` reads it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(about.slice(index, 1).load(layout), 0)
+
+
+@gluon.jit
+def find_pages(table, first, last, PAGES: gl.constexpr):
+    """The blocks of a step's keys; behind the row's last one that one again."""
+    found = (gl.load(table + gl.minimum(first, last)),)
+    for page in gl.static_range(1, PAGES):
+        found = found + (gl.load(table + gl.minimum(first + page, last)),)  # noqa: RUF005 (Gluon)
+    return found
+
+
+@gluon.jit
+def copy_in(
+    pages,
+    smem,
+    ready,
+    found,
+    head,
+    KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PAGES: gl.constexpr,
+):
+    """A step's keys of a head, or its values: block by block, and by what one swizzled copy takes."""
+    mbarrier.expect(ready, BLOCK_N * HEAD_DIM * 2)
+    for page in gl.static_range(PAGES):
+        for part in gl.static_range(HEAD_DIM // HALF):
+            to = smem.slice(page * BLOCK_SIZE, BLOCK_SIZE, 0).slice(part * HALF, HALF, 1)
+            at = [(found[page] * KV_HEADS + head) * BLOCK_SIZE, part * HALF]
+            tma.async_copy_global_to_shared(pages, at, ready, to)
 
 
 @gluon.jit
@@ -63,9 +103,12 @@ def fetch(
 ):
     """One warp: takes tiles, says what they are, and copies queries, keys and values in."""
     q_smem, k_smem, v_smem, about, about_ready, about_free, q_ready, q_free, k_ready, k_free, v_ready, v_free = smem
-    table_stride, num_blocks, num_decode_rows, num_rows, prompt_tiles = sizes
+    table_stride, num_blocks, step_sizes = sizes
+    num_decode_rows, num_rows = gl.load(step_sizes), gl.load(step_sizes + 1)
+    prompt_tiles = gl.load(step_sizes + 2)
     GROUP: gl.constexpr = HEADS // KV_HEADS
     PAGES: gl.constexpr = BLOCK_N // BLOCK_SIZE
+    values = num_blocks * KV_HEADS  # heads' blocks before the first of values
     taken = 0
     step = 0
     tile = gl.atomic_add(counter, 1)
@@ -129,28 +172,37 @@ def fetch(
                     tma.async_copy_global_to_shared(queries, at, q_ready, q_smem.index(half))
             table = block_table + row.to(gl.int64) * table_stride
             last_page = (seq_len - 1) // BLOCK_SIZE
-            for j in range(last_block - first_block):
-                first_page = (last_block - 1 - j) * PAGES
-                found = (gl.load(table + gl.minimum(first_page, last_page)),)
-                for page in gl.static_range(1, PAGES):
-                    found = found + (gl.load(table + gl.minimum(first_page + page, last_page)),)  # noqa: RUF005 (Gluon)
-                stage = step % STAGES
-                phase = step // STAGES & 1 ^ 1
-                mbarrier.wait(k_free.index(stage), phase)
-                mbarrier.expect(k_ready.index(stage), BLOCK_N * HEAD_DIM * 2)
-                for page in gl.static_range(PAGES):
-                    for part in gl.static_range(HEAD_DIM // HALF):
-                        to = k_smem.index(stage).slice(page * BLOCK_SIZE, BLOCK_SIZE, 0).slice(part * HALF, HALF, 1)
-                        at = [(found[page] * KV_HEADS + kv_head) * BLOCK_SIZE, part * HALF]
-                        tma.async_copy_global_to_shared(pages, at, k_ready.index(stage), to)
-                mbarrier.wait(v_free.index(stage), phase)
-                mbarrier.expect(v_ready.index(stage), BLOCK_N * HEAD_DIM * 2)
-                for page in gl.static_range(PAGES):
-                    for part in gl.static_range(HEAD_DIM // HALF):
-                        to = v_smem.index(stage).slice(page * BLOCK_SIZE, BLOCK_SIZE, 0).slice(part * HALF, HALF, 1)
-                        at = [((num_blocks + found[page]) * KV_HEADS + kv_head) * BLOCK_SIZE, part * HALF]
-                        tma.async_copy_global_to_shared(pages, at, v_ready.index(stage), to)
+            found = find_pages(table, (last_block - 1) * PAGES, last_page, PAGES)
+            stage, phase = step % STAGES, step // STAGES & 1 ^ 1
+            mbarrier.wait(k_free.index(stage), phase)
+            copy_in(
+                pages, k_smem.index(stage), k_ready.index(stage), found, kv_head,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGES,
+            )  # fmt: skip
+            for j in range(1, last_block - first_block):
+                # In the order in which they are wanted: the next keys, then these values.
+                following = find_pages(table, (last_block - 1 - j) * PAGES, last_page, PAGES)
+                before, before_phase = step % STAGES, step // STAGES & 1 ^ 1
                 step += 1
+                stage, phase = step % STAGES, step // STAGES & 1 ^ 1
+                mbarrier.wait(k_free.index(stage), phase)
+                copy_in(
+                    pages, k_smem.index(stage), k_ready.index(stage), following, kv_head,
+                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGES,
+                )  # fmt: skip
+                mbarrier.wait(v_free.index(before), before_phase)
+                copy_in(
+                    pages, v_smem.index(before), v_ready.index(before), found, values + kv_head,
+                    KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGES,
+                )  # fmt: skip
+                found = following
+            stage, phase = step % STAGES, step // STAGES & 1 ^ 1
+            mbarrier.wait(v_free.index(stage), phase)
+            copy_in(
+                pages, v_smem.index(stage), v_ready.index(stage), found, values + kv_head,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGES,
+            )  # fmt: skip
+            step += 1
             taken += 1
         tile = gl.atomic_add(counter, 1)
     mbarrier.wait(about_free.index(taken % 2), taken // 2 & 1 ^ 1)
@@ -282,7 +334,7 @@ def attend(
         num_steps = told(about.index(taken % 2), 0)
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "num_decode_rows", "num_rows", "prompt_tiles", "table_stride"])
+@gluon.jit(do_not_specialize=["num_blocks", "table_stride"])
 def prompts_kernel(
     queries,
     rows,
@@ -293,22 +345,21 @@ def prompts_kernel(
     cu_seqlens_q,
     counter,
     scale,
+    step_sizes,
     table_stride,
     num_blocks,
-    num_decode_rows,
-    num_rows,
-    prompt_tiles,
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    """As many programs as processors. Decode rows come first, of one query each.
+    """As many programs as processors. What depends on the step's rows is read on the device, for graphs of any rows.
 
     ``queries`` describes tiles [HALF, HEAD_DIM] of [num_tokens, HEADS * HEAD_DIM], ``rows`` the same of [num_tokens *
     HEADS, HEAD_DIM], ``pages`` tiles [BLOCK_SIZE, HALF] of the cache as [2 * num_blocks * KV_HEADS * BLOCK_SIZE,
-    HEAD_DIM]. ``prompt_tiles`` is tokens of prompts // TILE + their rows.
+    HEAD_DIM]. ``step_sizes`` is [decode rows of one query each, which come first; all rows; prompts' tokens // TILE +
+    their rows].
     """
     dtype: gl.constexpr = out.dtype.element_ty
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
@@ -343,7 +394,7 @@ def prompts_kernel(
     smem = (
         q_smem, k_smem, v_smem, about, about_ready, about_free, q_ready, q_free, k_ready, k_free, v_ready, v_free,
     )  # fmt: skip
-    sizes = (table_stride, num_blocks, num_decode_rows, num_rows, prompt_tiles)
+    sizes = (table_stride, num_blocks, step_sizes)
     gl.warp_specialize(
         [
             (attend, (0, smem, turns, cleaned, out, scale, HEADS, HEAD_DIM, WINDOW)),
@@ -357,5 +408,5 @@ def prompts_kernel(
             ),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip

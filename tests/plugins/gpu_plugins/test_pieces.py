@@ -1,6 +1,10 @@
-"""Capturing a step in pieces: what is run before, what is left when it fails. The graphs here are fakes."""
+"""Capturing a step with prompts, whole or in pieces: what is run before, what is left when it fails.
 
-from contextlib import nullcontext
+The graphs here are fakes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +12,10 @@ import pytest
 import torch
 
 from mini_infer.forward_batch import ForwardBatch, StepShape
+from mini_infer.interfaces import BatchLimits
+from mini_infer_plugins.cuda_graphs import graphs as whole
 from mini_infer_plugins.cuda_graphs import pieces
+from mini_infer_plugins.cuda_graphs.graphs import CudaGraphRunner
 from mini_infer_plugins.cuda_graphs.pieces import Answers, PieceGraphs
 
 SPEC = SimpleNamespace(v_head_dim=4)
@@ -50,6 +57,15 @@ class Graphs:
         self.capturing = False
         self.log.append("end")
 
+    @contextmanager
+    def graph(self, graph: "Graphs", pool: object) -> Iterator[None]:
+        self.capture_begin(pool)
+        yield
+        self.capture_end()
+
+    def pool(self) -> object:
+        return self
+
     def replay(self) -> None:
         self.log.append("replay")
 
@@ -59,13 +75,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     fake = Graphs()
     for name, value in (
         ("CUDAGraph", fake.CUDAGraph),
+        ("graph", fake.graph),
         ("synchronize", lambda: None),
         ("stream", nullcontext),
         ("graph_pool_handle", object),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(pieces, "_capture_stream", lambda: None)
-    monkeypatch.setattr(pieces, "unowned", lambda tensor: tensor)
+    for module in (pieces, whole):
+        monkeypatch.setattr(module, "unowned", lambda tensor: tensor)
     return fake
 
 
@@ -137,3 +155,24 @@ def test_the_stream_captures_again_after_a_failure() -> None:
     fails = False
     out = PieceGraphs(forward, plain, None, Answers(), 8).replay(plain)
     assert torch.equal(out, torch.full_like(out, 4.0))
+
+
+@pytest.mark.parametrize("support", ["verify", "mixed"])
+def test_a_step_with_prompts_is_one_graph_where_attention_allows_it(graphs: Graphs, support: str) -> None:
+    layer, plain = Layer(), batch()
+    runner = CudaGraphRunner([], [3])
+    runner.bind([SimpleNamespace(name="any", graphs=support)])  # type: ignore[list-item]
+    runner.limits(BatchLimits(4, 3, 4, 16))
+
+    def forward(given: ForwardBatch) -> torch.Tensor:
+        assert given.around_attention is not None
+        return given.around_attention(layer, torch.ones(3, 2, 4)) + 1
+
+    runner.run(forward, plain)
+    if support == "mixed":
+        assert graphs.log == ["begin", "end", "replay"]
+        # Captured, too, attention must see that the graph will serve rows of other lengths.
+        assert [b.around_attention is None for b in layer.batches] == [False, False]
+    else:
+        assert graphs.log == ["begin", "end", "begin", "end", "replay", "replay"]
+        assert [b.around_attention is None for b in layer.batches] == [True, True]

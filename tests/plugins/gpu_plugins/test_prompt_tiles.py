@@ -1,7 +1,7 @@
 """``prompts_kernel``, which no interpreter runs, on a Hopper GPU: against PyTorch in float32, over blocks with NaN past
 their ends, programs taking tiles again and again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -30,44 +30,66 @@ class Case:
     dtype: str = "bfloat16"
 
 
+class Rows:
+    """A case's numbers on the card, and the kernel over them."""
+
+    def __init__(self, case: Case) -> None:
+        from mini_infer_plugins.triton_attention.prompt_tiles import find_prompt_tiles
+
+        torch.manual_seed(0)
+        self.case = case
+        size, self.lens = case.block_size, [sum(row) for row in case.rows]
+        num_blocks = 1 + sum(-(-length // size) for length in self.lens)
+        self.tables = block_tables(self.lens, size, num_blocks)
+        shape = (2, num_blocks, case.kv_heads, size, case.dim)
+        self.cache = torch.randn(shape, device="cuda", dtype=getattr(torch, case.dtype))
+        for length, table in zip(self.lens, self.tables, strict=True):
+            self.cache[:, table[-1], :, (length - 1) % size + 1 :] = torch.nan
+        self.cache[:, 0] = torch.nan
+        kind: Any = "full" if case.window is None else "sliding"
+        spec = KVCacheSpec(kind, case.kv_heads, case.dim, case.dim, case.dtype, case.window)
+        found = find_prompt_tiles(spec, "cuda:0", size)
+        if found is None:
+            pytest.skip("no Hopper")
+        self.tiles = found
+
+    def batch(self, num_padding_tokens: int = 0) -> ForwardBatch:
+        width = max(map(len, self.tables))
+        padded = [table + [0] * (width - len(table)) for table in self.tables]
+        rows = [(new, length) for (new, _), length in zip(self.case.rows, self.lens, strict=True)]
+        if num_padding_tokens:
+            rows.append((num_padding_tokens, num_padding_tokens))
+            padded.append([0] * width)
+        return pack_batch(rows, padded, self.case.block_size, device="cuda")
+
+    def numbers(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (batch.shape.num_tokens, self.case.heads, self.case.dim)
+        query = torch.randn(shape, device="cuda", dtype=self.cache.dtype)
+        return query, torch.full_like(query, 7.0)
+
+    def attend(self, query: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
+        layer: Any = SimpleNamespace(kv_cache=self.cache, scale=self.case.dim**-0.5)
+        self.tiles(layer, query, out, batch)
+
+    def error(self, query: torch.Tensor, out: torch.Tensor) -> float:
+        worst, start = 0.0, 0
+        for (new, _), table, length in zip(self.case.rows, self.tables, self.lens, strict=True):
+            asked = expected(self.case, query[start : start + new], self.cache, table, length)
+            worst = max(worst, (out[start : start + new].float() - asked).abs().max().item())
+            start += new
+        return worst
+
+
 def run(case: Case) -> float:
     """The largest error, the kernel launched three times."""
-    from mini_infer_plugins.triton_attention.prompt_tiles import find_prompt_tiles
-
-    torch.manual_seed(0)
-    dtype, size = getattr(torch, case.dtype), case.block_size
-    lens = [sum(row) for row in case.rows]
-    num_blocks = 1 + sum(-(-length // size) for length in lens)
-    tables = block_tables(lens, size, num_blocks)
-    cache = torch.randn(2, num_blocks, case.kv_heads, size, case.dim, device="cuda", dtype=dtype)
-    for length, table in zip(lens, tables, strict=True):
-        cache[:, table[-1], :, (length - 1) % size + 1 :] = torch.nan
-    cache[:, 0] = torch.nan
-    width = max(map(len, tables))
-    padded = [table + [0] * (width - len(table)) for table in tables]
-    rows = [(new, length) for (new, _), length in zip(case.rows, lens, strict=True)]
-    batch = pack_batch(rows, padded, size, device="cuda")
-    kind: Any = "full" if case.window is None else "sliding"
-    spec = KVCacheSpec(kind, case.kv_heads, case.dim, case.dim, case.dtype, case.window)
-    tiles = find_prompt_tiles(spec, "cuda:0", size)
-    if tiles is None:
-        pytest.skip("no Hopper")
-    query = torch.randn(batch.shape.num_tokens, case.heads, case.dim, device="cuda", dtype=dtype)
-    out = torch.full_like(query, 7.0)
-    layer: Any = SimpleNamespace(kv_cache=cache, scale=case.dim**-0.5)
+    rows = Rows(case)
+    batch = rows.batch()
+    query, out = rows.numbers(batch)
+    rows.tiles.prepare(batch.shape)
     for _ in range(3):
-        tiles(layer, query, out, batch)
-    assert tiles._counter.tolist() == [0, 0]
-    return max(
-        (out[start : start + new].float() - expected(case, query[start : start + new], cache, table, length))
-        .abs()
-        .max()
-        for start, (new, length), table in zip(starts(batch), rows, tables, strict=True)
-    ).item()
-
-
-def starts(batch: ForwardBatch) -> list[int]:
-    return [int(start) for start in batch.cu_seqlens_q.tolist()[:-1]]
+        rows.attend(query, out, batch)
+    assert rows.tiles._counter.tolist() == [0, 0]
+    return rows.error(query, out)
 
 
 def expected(case: Case, query: torch.Tensor, cache: torch.Tensor, table: list[int], length: int) -> torch.Tensor:
@@ -123,3 +145,33 @@ def test_random_rows(seed: int) -> None:
         (rng.choice([2, 100, 127, 128, 129, rng.randint(2, 700)]), rng.choice([0, 0, 15, 300])) for _ in range(prompts)
     ]
     assert run(Case(rows)) < TOLERANCE
+
+
+def test_a_graph_serves_other_rows_of_as_many_tokens() -> None:
+    """Captured over one prompt, replayed over others, and over rows that end with padding on the null block."""
+    rows = Rows(Case([(1, 30), (1, 900), (200, 10), (150, 0)]))
+    batch = rows.batch(num_padding_tokens=160)
+    query, out = rows.numbers(batch)
+    alone = pack_batch([(512, 512)], [[0] * 32], 16, device="cuda")
+    fields = ("cu_seqlens_q", "seq_lens", "block_table")
+    width = max(alone.block_table.shape[1], batch.block_table.shape[1])
+    sizes: dict[str, tuple[int, ...]] = {"cu_seqlens_q": (9,), "seq_lens": (8,), "block_table": (8, width)}
+    fixed = {name: torch.zeros(sizes[name], dtype=torch.int32, device="cuda") for name in fields}
+
+    def put(made: ForwardBatch) -> ForwardBatch:
+        for name in fields:
+            found = getattr(made, name)
+            fixed[name][tuple(map(slice, found.shape))] = found
+        return replace(made, **fixed)
+
+    captured = put(alone)
+    rows.tiles.prepare(alone.shape)
+    rows.attend(query, out, captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows.attend(query, out, captured)
+    put(batch)
+    rows.tiles.prepare(batch.shape)
+    graph.replay()
+    assert rows.error(query, out) < TOLERANCE
