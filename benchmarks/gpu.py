@@ -5,12 +5,13 @@ python -m benchmarks gpu rows qwen2.5-7b --engine vllm --json vllm.json
 python -m benchmarks gpu arrivals qwen2.5-7b --engine mini-infer --json arrivals.json
 python -m benchmarks gpu breakdown qwen2.5-7b --json breakdown.json
 python -m benchmarks gpu attention --json attention.json
+python -m benchmarks gpu tilings --json tilings.json
 python -m benchmarks gpu quality --json quality.json
 python -m benchmarks gpu sampler --json sampler.json
 python -m benchmarks gpu compare ours.json vllm.json arrivals.json breakdown.json attention.json quality.json
 python -m benchmarks gpu plot ours.json vllm.json --png gpu.png
 
-Every command but attention and sampler can be tried on a CPU: ``--device cpu``, and ``tiny`` for the model.
+Every command but attention, tilings and sampler can be tried on a CPU: ``--device cpu``, and ``tiny`` for the model.
 """
 
 import json
@@ -134,6 +135,19 @@ def attention(prefill: bool, target: Path) -> None:
         figures[name] = cell
         click.echo(f"{name:16} " + "  ".join(f"{engine} {value:.1f}" for engine, value in cell.items()))
         _write(target, "attention", "qwen2.5-7b", figures)
+
+
+@gpu.command("tilings")
+@JSON
+def tilings(target: Path) -> None:
+    """Our decode attention in every tiling, beside the one that is chosen."""
+    from benchmarks.gpu_attention import tiling_cells
+
+    figures: dict[str, dict[str, float]] = {}
+    for name, cell in tiling_cells():
+        figures[name] = cell
+        click.echo(f"{name:16} " + "  ".join(f"{tiling} {value:.1f}" for tiling, value in cell.items()))
+        _write(target, "tilings", "qwen2.5-7b", figures)
 
 
 @gpu.command("quality")

@@ -3,12 +3,17 @@
 CUDA graphs on every side. Decode reads caches of over a gigabyte in turn, so that the L2 serves nothing.
 """
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 DECODE = ((1, 1024), (1, 4096), (1, 32_768), (8, 4096), (64, 1024), (64, 4096), (64, 16_384), (256, 1024), (256, 4096))
+RAGGED = ((35, 900, 1800), (64, 800, 1700), (86, 700, 1600), (118, 700, 1600), (193, 400, 1350), (256, 100, 1030))
+"""Rows and their shortest and longest: what a batch of requests of 100 to 1,024 tokens in and out goes through."""
+
 PREFILL = (1024, 8192)
+TILINGS = [(keys, warps, stages) for keys in (16, 32, 64) for warps in (1, 2) for stages in (3, 5, 7)]
 HEADS, KV_HEADS, DIM, BLOCK = 28, 4, 128, 16
 _TOTAL_BYTES = 1.2e9
 _PREFILLS = 8  # in one graph
@@ -18,33 +23,76 @@ Cell = tuple[str, dict[str, float]]
 
 def cells(*, prefill: bool) -> Iterator[Cell]:
     """Name of a cell, and microseconds by engine; ``limit`` is the time to read keys and values at 4.3 TB/s."""
-    yield from _decode_cells()
+    for name, lens in _decode_rows():
+        decode = Decode(lens)
+        cell = {"ours": decode.ours()}
+        flash = decode.flash()
+        if flash is not None:
+            cell["flash-attention-3"] = flash
+        cell["limit"] = decode.limit
+        yield name, cell
     if prefill:
         yield from _prefill_cells()
 
 
-def _decode_cells() -> Iterator[Cell]:
+def tiling_cells() -> Iterator[Cell]:
+    """Microseconds of a decode step by keys a step, warps and the compiler's stages; ``chosen`` is the backend's."""
+    for name, lens in _decode_rows():
+        decode = Decode(lens)
+        cell = {"chosen": decode.ours()}
+        for tiling in TILINGS:
+            cell["/".join(map(str, tiling))] = decode.ours(tiling)
+        yield name, cell
+
+
+def _decode_rows() -> Iterator[tuple[str, list[int]]]:
+    for rows, length in DECODE:
+        yield f"{rows} x {length}", [length] * rows
+    for rows, shortest, longest in RAGGED:
+        rng = random.Random(rows)
+        yield f"{rows} of {shortest}-{longest}", [rng.randint(shortest, longest) for _ in range(rows)]
+
+
+class Decode:
+    """Rows of one query each over several layers' caches.
+
+    Args:
+        lens: of the rows, their new token counted.
+    """
+
+    def __init__(self, lens: Sequence[int]) -> None:
+        import torch
+
+        self._lens = list(lens)
+        self._table, num_blocks = _scattered(lens)
+        layer_bytes = num_blocks * BLOCK * KV_HEADS * DIM * 4
+        count = max(2, min(28, int(_TOTAL_BYTES // layer_bytes) + 1))
+        shape = (2, num_blocks + 1, KV_HEADS, BLOCK, DIM)
+        self._caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        self._query = torch.randn(len(lens), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        self.limit = sum(lens) * KV_HEADS * DIM * 4 / 4.3e6
+
+    def ours(self, tiling: tuple[int, int, int] | None = None) -> float:
+        """Microseconds a layer, in a tiling of one's own."""
+        return graph_time(_ours(self._query, self._caches, self._table, self._lens, tiling=tiling)) / len(self._caches)
+
+    def flash(self) -> float | None:
+        """The same of FlashAttention-3."""
+        work = _flash(self._query, self._caches, self._table, self._lens)
+        return None if work is None else graph_time(work) / len(self._caches)
+
+
+def _scattered(lens: Sequence[int]) -> tuple[Any, int]:
+    """A block table whose blocks lie anywhere, and their number."""
     import torch
 
-    for rows, length in DECODE:
-        blocks = -(-length // BLOCK)
-        layer_bytes = rows * blocks * BLOCK * KV_HEADS * DIM * 4
-        layers = max(2, min(28, int(_TOTAL_BYTES // layer_bytes) + 1))
-        shape = (2, rows * blocks + 1, KV_HEADS, BLOCK, DIM)
-        caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
-        table = (torch.randperm(rows * blocks, device="cuda") + 1).to(torch.int32).view(rows, blocks)
-        query = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        lens = torch.full((rows,), length, device="cuda", dtype=torch.int32)
-        cell = {"ours": graph_time(_ours(query, caches, table, lens, length)) / layers}
-        flash = _flash(query, caches, table, lens, length)
-        if flash is not None:
-            cell["flash-attention-3"] = graph_time(flash) / layers
-        cell["limit"] = rows * length * KV_HEADS * DIM * 4 / 4.3e6
-        yield f"{rows} x {length}", cell
+    counts = [-(-length // BLOCK) for length in lens]
+    blocks = (torch.randperm(sum(counts), device="cuda") + 1).to(torch.int32).split(counts)
+    return torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True), sum(counts)
 
 
 def _prefill_cells() -> Iterator[Cell]:
-    """One causal prompt; ours is the Triton kernel, FlashAttention left out."""
+    """One causal prompt over its blocks; ours is our own kernel, FlashAttention left out."""
     import torch
     import torch.nn.functional as F
 
@@ -53,12 +101,11 @@ def _prefill_cells() -> Iterator[Cell]:
         cache = torch.randn(2, blocks + 1, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
         table = torch.arange(1, blocks + 1, device="cuda", dtype=torch.int32).view(1, -1)
         query = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        lens = torch.full((1,), length, device="cuda", dtype=torch.int32)
         key, value = torch.randn(2, 1, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
         turned = query.transpose(0, 1)[None].contiguous()
         times = [cache] * _PREFILLS
-        cell = {"ours": graph_time(_ours(query, times, table, lens, length, flash=False)) / _PREFILLS}
-        flash = _flash(query, times, table, lens, length)
+        cell = {"ours": graph_time(_ours(query, times, table, [length], flash=False)) / _PREFILLS}
+        flash = _flash(query, times, table, [length])
         if flash is not None:
             cell["flash-attention-3"] = graph_time(flash) / _PREFILLS
 
@@ -69,7 +116,15 @@ def _prefill_cells() -> Iterator[Cell]:
         yield f"prompt {length}", cell
 
 
-def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash: bool = True) -> Callable[[], Any]:
+def _ours(
+    query: Any,
+    caches: Any,
+    table: Any,
+    lens: Sequence[int],
+    *,
+    flash: bool = True,
+    tiling: tuple[int, int, int] | None = None,
+) -> Callable[[], Any]:
     import torch
 
     from mini_infer.forward_batch import ForwardBatch, StepShape
@@ -82,18 +137,21 @@ def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash:
     backend = TritonAttention(spec, "cuda:0", BLOCK)
     if not flash:
         backend._flash = None
+    if tiling is not None:
+        backend._tiling = lambda programs: tiling  # type: ignore[method-assign]
     backend.buffers(BatchLimits(max(rows, 256), max(tokens, 256), table.shape[1], BLOCK))
-    rope = torch.randn(length, 2, DIM, device="cuda")
+    rope = torch.randn(max(lens), 2, DIM, device="cuda")
+    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     batch = ForwardBatch(
         shape=StepShape.of([each] * rows, each if each == 1 else 0),
-        input_ids=lens,
-        positions=torch.arange(length - each, length, device="cuda").repeat(rows),
-        slot_mapping=lens,
+        input_ids=seq_lens,
+        positions=torch.cat([torch.arange(length - each, length, device="cuda") for length in lens]),
+        slot_mapping=seq_lens,
         cu_seqlens_q=torch.arange(0, tokens + 1, each, device="cuda", dtype=torch.int32),
-        seq_lens=lens,
+        seq_lens=seq_lens,
         block_table=table,
         query_lens_host=[each] * rows,
-        seq_lens_host=[length] * rows,
+        seq_lens_host=list(lens),
     )
     layers: list[Any] = [
         SimpleNamespace(kv_cache=cache, num_heads=HEADS, scale=DIM**-0.5, rotary=SimpleNamespace(table=rope))
@@ -103,7 +161,7 @@ def _ours(query: Any, caches: Any, table: Any, lens: Any, length: int, *, flash:
     return lambda: [backend.attend(layer, query, batch) for layer in layers]
 
 
-def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Callable[[], Any] | None:
+def _flash(query: Any, caches: Any, table: Any, lens: Sequence[int]) -> Callable[[], Any] | None:
     import torch
 
     from mini_infer.flash_attention import find_flash_attention
@@ -115,6 +173,7 @@ def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Calla
         return None
     rows, tokens = table.shape[0], query.shape[0]
     cu_seqlens = torch.arange(0, tokens + 1, tokens // rows, device="cuda", dtype=torch.int32)
+    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     pairs = [cache.transpose(2, 3) for cache in caches]
     out = torch.empty_like(query)
 
@@ -126,9 +185,9 @@ def _flash(query: Any, caches: Any, table: Any, lens: Any, length: int) -> Calla
                 values,
                 out,
                 cu_seqlens_q=cu_seqlens,
-                seq_lens=lens,
+                seq_lens=seq_lens,
                 max_query_len=tokens // rows,
-                max_seq_len=length,
+                max_seq_len=max(lens),
                 block_table=table,
                 scale=DIM**-0.5,
                 window=-1,
