@@ -5,6 +5,7 @@ python -m benchmarks run cpu-decode-float32 --engine mini-infer --threads 1 --js
 python -m benchmarks suite cpu-decode-float32 cpu-mixed-8 --threads 1 --out benchmarks/results
 python -m benchmarks compare benchmarks/results/*.json
 python -m benchmarks plot benchmarks/results/*.json --png benchmarks/results/cpu.png
+python -m benchmarks prefix --json prefix.json
 python -m benchmarks gpu --help
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import click
 
 from benchmarks.gpu import gpu
+from benchmarks.prefix import prefix
 from benchmarks.report import print_table, save_plot
 from benchmarks.workloads import WORKLOADS
 
@@ -29,6 +31,7 @@ def main() -> None:
 
 
 main.add_command(gpu)
+main.add_command(prefix)
 
 
 @main.command("list")

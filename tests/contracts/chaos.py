@@ -1,6 +1,6 @@
 """Probe: policies that keep the contract and are otherwise as erratic as can be. They may be slow, never wrong."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
 from mini_infer.interfaces import (
@@ -63,8 +63,8 @@ class ChaoticCache(CachePolicy):
         self.known.add(block.key)
         return self.rng.random() < 0.9
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
-        return self.rng.sample(cached, count)
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
+        return self.rng.sample(list(cached), count)
 
     def wishes(self, view: CacheView) -> list[Demote | Promote]:
         wanted: Iterable = self.rng.sample(view.wanted, self.rng.randint(0, len(view.wanted)))

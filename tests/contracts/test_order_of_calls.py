@@ -1,7 +1,7 @@
 """``docs/contract.md`` is true: who is called when, while an engine is built, step by step, and at the end."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class KeepAll(CachePolicy):
     def keep(self, block: CachedBlock) -> bool:
         return True
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
-        return cached[:count]
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
+        return list(cached)[:count]
 
 
 class Ones(Proposer):

@@ -1,7 +1,7 @@
 """Probe: a prefix cache with a host tier. ``slow_copies`` makes its copies take two steps."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mini_infer.interfaces import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote
 from mini_infer.plugins import hookimpl
@@ -26,7 +26,7 @@ class TieredCache(CachePolicy):
             self.num_hits += 1
             self.idle["device"].pop(key, None)
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
         self.num_evicted += count
         return sorted(cached, key=list(self.idle[tier]).index)[:count]  # fails if the core told too little
 

@@ -220,7 +220,7 @@ class KeepsMaybe(Keeps):
 
 class EvictsTooFew(Keeps):
     def evict(self, tier: str, cached: Any, count: int) -> Any:
-        return cached[: count - 1]
+        return list(cached)[: count - 1]
 
 
 class EvictsAnother(Keeps):

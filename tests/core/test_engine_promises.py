@@ -1,6 +1,6 @@
 """What the engine promises whatever a plugin does: no standstill, no fault that spreads, no message that is stuck."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -151,8 +151,8 @@ class ToAndFro(CachePolicy):
         self.device[block.key] = None
         return True
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
-        return cached[:count]
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
+        return list(cached)[:count]
 
     def arrived(self, tier: str, key: BlockKey) -> None:
         (self.device if tier == "device" else self.host)[key] = None
@@ -243,8 +243,8 @@ class KeepAll(CachePolicy):
     def keep(self, block: CachedBlock) -> bool:
         return True
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
-        return cached[:count]
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
+        return list(cached)[:count]
 
 
 def test_blocks_of_a_row_that_is_not_finite_are_never_matched() -> None:
@@ -321,7 +321,7 @@ class Raises(CachePolicy):
             raise ValueError("lost count")
         return True
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
         raise ValueError("lost count")
 
 

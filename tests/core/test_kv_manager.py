@@ -1,11 +1,11 @@
 """Matching, keeping, evicting and moving blocks: what the core guarantees whatever a cache policy says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
 from mini_infer.engine.kv_manager import KVManager
-from mini_infer.engine.prefix_index import PrefixIndex, block_key
+from mini_infer.engine.prefix_index import PrefixIndex, block_key, packed
 from mini_infer.engine.request import Request
 from mini_infer.errors import PluginError
 from mini_infer.interfaces import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote, SamplingParams
@@ -30,8 +30,8 @@ class KeepAll(CachePolicy):
     def keep(self, block: CachedBlock) -> bool:
         return True
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
-        return cached[:count]
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
+        return list(cached)[:count]
 
     def gone(self, tier: str, key: BlockKey) -> None:
         self.lost.append((tier, key))
@@ -92,15 +92,15 @@ def test_salts_never_share() -> None:
 
 def test_a_colliding_key_is_a_miss() -> None:
     index = PrefixIndex()
-    key = block_key(b"", [1, 2], "")
-    assert index.enter(key, "device", 1, [1, 2], 0)
-    assert index.find(key, "device", [1, 3]) is None
-    assert index.find(key, "device", [1, 2]) == 1
+    key = block_key(b"", packed([1, 2]), "")
+    assert index.enter(key, "device", 1, packed([1, 2]), 0)
+    assert index.find(key, "device", packed([1, 3])) is None
+    assert index.find(key, "device", packed([1, 2])) == 1
 
 
 def test_salt_and_parent_change_the_key() -> None:
-    first = {block_key(b"", [1, 2], salt) for salt in ("", "s", "s" * 64, "s" * 65)}
-    second = {block_key(parent, [1, 2], "") for parent in first}
+    first = {block_key(b"", packed([1, 2]), salt) for salt in ("", "s", "s" * 64, "s" * 65)}
+    second = {block_key(parent, packed([1, 2]), "") for parent in first}
     assert len(first | second) == 8
 
 
@@ -147,8 +147,8 @@ def test_nothing_is_matched_before_it_retires() -> None:
 def demoted(kv: KVManager, policy: KeepAll) -> list[Copy]:
     """Both full blocks of a nine-token prompt, on their way to the host."""
     cached_run(kv, 9)
-    first = block_key(b"", [0, 1, 2, 3], "")
-    policy.asks = [Demote(first, "host"), Demote(block_key(first, [4, 5, 6, 7], ""), "host")]
+    first = block_key(b"", packed([0, 1, 2, 3]), "")
+    policy.asks = [Demote(first, "host"), Demote(block_key(first, packed([4, 5, 6, 7]), ""), "host")]
     copies = kv.copies([], 0.0)
     policy.asks = []
     return copies
@@ -231,5 +231,5 @@ def test_a_held_block_is_not_demoted() -> None:
     kv = KVManager(4, BLOCK, policy)
     request = make(9)
     compute(kv, request)
-    policy.asks = [Demote(block_key(b"", [0, 1, 2, 3], ""), "host")]
+    policy.asks = [Demote(block_key(b"", packed([0, 1, 2, 3]), ""), "host")]
     assert kv.copies([], 0.0) == []

@@ -39,7 +39,7 @@ from mini_infer.worker.batch_state import BatchState
 from mini_infer.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 VOCAB_SIZE = 256
 MODELS: dict[str, dict[str, Any]] = {
@@ -72,8 +72,8 @@ class KeepAll(CachePolicy):
     def keep(self, block: Any) -> bool:
         return True
 
-    def evict(self, tier: str, cached: Sequence[bytes], count: int) -> Sequence[bytes]:
-        return cached[:count]
+    def evict(self, tier: str, cached: Collection[bytes], count: int) -> Sequence[bytes]:
+        return list(cached)[:count]
 
 
 class Peeking(Proposer):

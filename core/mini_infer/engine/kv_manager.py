@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from mini_infer.engine.asking import Asking
 from mini_infer.engine.block_pool import BlockPool, BlockState
-from mini_infer.engine.prefix_index import PrefixIndex, block_key
+from mini_infer.engine.coming_blocks import ComingBlocks
+from mini_infer.engine.evictable import Evictable
+from mini_infer.engine.prefix_index import PrefixIndex, block_key, packed
 from mini_infer.engine.request import Request
 from mini_infer.errors import EngineError, PluginError
 from mini_infer.interfaces.cache_policy import BlockKey, CachedBlock, CachePolicy, CacheView, Demote, Promote
@@ -42,6 +44,7 @@ class KVManager:
         self.launched_step = 0
         self._completed_step = 0
         self._index = PrefixIndex()
+        self._coming = ComingBlocks()
         self._moves: dict[int, _Move] = {}  # by copy id
         self._arriving: dict[BlockKey, int] = {}  # copy ids
         self._next_copy_id = 1
@@ -64,12 +67,14 @@ class KVManager:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> list[int]:
-        """Device blocks that hold the first tokens of a waiting request already; nothing is held yet."""
+        """Device blocks that hold the first tokens of a waiting request, or will by then; nothing is held yet."""
         if not self.policy.reuses:
             return []
         blocks = []
-        for depth, key in enumerate(self._matchable_keys(request)):
-            block_id = self._index.find(key, DEVICE_TIER, self._tokens_of_block(request, depth))
+        for key, tokens in zip(self._matchable_keys(request), request.block_tokens, strict=False):
+            block_id = self._index.find(key, DEVICE_TIER, tokens)
+            if block_id is None:
+                block_id = self._coming.find(key, tokens)
             if block_id is None or self.device.state(block_id) not in (BlockState.HELD, BlockState.CACHED):
                 break
             blocks.append(block_id)
@@ -94,9 +99,10 @@ class KVManager:
         blocks = self.match(request)
         for block_id in blocks:
             self.device.hold(block_id)
-        if blocks:
+        pairs = zip(request.block_keys, blocks, strict=False)
+        if known := [key for key, block in pairs if self._index.find(key, DEVICE_TIER) == block]:
             with self._asking:
-                self.policy.touch(request.block_keys[: len(blocks)])
+                self.policy.touch(known)
         request.block_ids = blocks
         request.num_keyed_blocks = len(blocks)
         request.num_computed_tokens = len(blocks) * self.block_size
@@ -117,16 +123,28 @@ class KVManager:
         request.block_ids.extend(new)
         return new
 
-    def commit(self, request: Request) -> None:
-        """Enter the blocks that became full of computed, accepted tokens."""
+    def expect(self, request: Request, num_tokens: int) -> None:
+        """A step was planned after which ``num_tokens`` of the request are computed: others may share them at once."""
         if not self.policy.reuses:
             return
+        num_full = min(num_tokens, len(request.token_ids)) // self.block_size
+        if num_full > request.num_keyed_blocks:
+            self._extend_keys(request, num_full)
+            for depth in range(request.num_keyed_blocks, num_full):
+                key, tokens = request.block_keys[depth], request.block_tokens[depth]
+                self._coming.add(request, key, request.block_ids[depth], tokens)
+
+    def commit(self, request: Request) -> None:
+        """Enter the blocks that became full of computed, accepted tokens."""
         num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+        if num_full <= request.num_keyed_blocks or not self.policy.reuses:
+            return
         self._extend_keys(request, num_full)
         for depth in range(request.num_keyed_blocks, num_full):
-            tokens = self._tokens_of_block(request, depth)
-            self._index.enter(request.block_keys[depth], DEVICE_TIER, request.block_ids[depth], tokens, depth)
-        request.num_keyed_blocks = max(request.num_keyed_blocks, num_full)
+            key, tokens = request.block_keys[depth], request.block_tokens[depth]
+            self._index.enter(key, DEVICE_TIER, request.block_ids[depth], tokens, depth)
+            self._coming.remove(key)
+        request.num_keyed_blocks = num_full
 
     def release(self, request: Request) -> None:
         """Take every block from a request; each may be kept, if it is full, known and was the last hold."""
@@ -142,6 +160,7 @@ class KVManager:
             self.device.release(block_id, keep=keep, after_step=self.launched_step)
         request.block_ids = []
         request.num_keyed_blocks = 0
+        self._coming.forget(request)
         self.device.complete(self._completed_step)
 
     def distrust(self, request: Request) -> None:
@@ -227,15 +246,17 @@ class KVManager:
 
     def _evict(self, tier: str, count: int) -> None:
         pool = self.pools[tier]
-        by_key = {key: b for b in pool.cached if (key := self._index.key_of(tier, b)) is not None}
+        cached = Evictable(self._index, tier, pool)
         with self._asking:
-            chosen = list(self.policy.evict(tier, list(by_key), count))[:count]
-        if len(set(chosen)) != count or not by_key.keys() >= set(chosen):
+            chosen = list(self.policy.evict(tier, cached, count))[:count]
+        if len(set(chosen)) != count or not all(key in cached for key in chosen):
             name = type(self.policy).__name__
-            raise PluginError(f"cache policy {name} was asked for {count} of {len(by_key)} blocks and chose wrongly")
+            raise PluginError(f"cache policy {name} was asked for {count} of {len(cached)} blocks and chose wrongly")
         for key in chosen:
-            self._forget(BlockRef(tier, by_key[key]))
-            pool.drop(by_key[key])
+            block_id = self._index.find(key, tier)
+            assert block_id is not None
+            self._forget(BlockRef(tier, block_id))
+            pool.drop(block_id)
 
     def _forget(self, block: BlockRef) -> None:
         key = self._index.remove(block.tier, block.block_id)
@@ -253,13 +274,16 @@ class KVManager:
         return request.block_keys[:num_blocks]
 
     def _extend_keys(self, request: Request, num_blocks: int) -> None:
-        keys = request.block_keys
-        for depth in range(len(keys), num_blocks):
-            parent = keys[depth - 1] if depth else b""
-            keys.append(block_key(parent, self._tokens_of_block(request, depth), request.spec.cache_salt or ""))
-
-    def _tokens_of_block(self, request: Request, depth: int) -> list[int]:
-        return request.token_ids[depth * self.block_size : (depth + 1) * self.block_size]
+        keys, tokens, size = request.block_keys, request.block_tokens, self.block_size
+        if len(keys) >= num_blocks:
+            return
+        new = packed(request.token_ids[len(keys) * size : num_blocks * size])
+        width = len(new) // (num_blocks - len(keys))
+        parent, salt = keys[-1] if keys else b"", request.spec.cache_salt or ""
+        for first in range(0, len(new), width):
+            tokens.append(new[first : first + width])
+            parent = block_key(parent, tokens[-1], salt)
+            keys.append(parent)
 
     # -- proof --------------------------------------------------------------------------------------------------------
 

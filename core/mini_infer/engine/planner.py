@@ -214,6 +214,8 @@ class Planner:
             draft_token_ids=request.draft_token_ids[:drafts],
         )
         step.grant(request, grant)
+        if num_tokens > 1:
+            self.kv.expect(request, request.num_launched_tokens + num_tokens)
 
     def _admit(self, step: _Step, request: Request) -> None:
         self.table.run(request)

@@ -13,22 +13,27 @@ from dataclasses import dataclass
 from mini_infer.interfaces.cache_policy import BlockKey
 
 
-def block_key(parent: BlockKey, token_ids: Sequence[int], extra: str) -> BlockKey:
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as bytes, which are hashed and compared in one go."""
+    return array("q", token_ids).tobytes()
+
+
+def block_key(parent: BlockKey, tokens: bytes, extra: str) -> BlockKey:
     """Content key of a block.
 
     Args:
         parent: key of the block before it, which carries ``extra`` on; empty for the first.
-        token_ids: the block's own tokens.
+        tokens: the block's own, packed.
         extra: anything else that changes KV: tenant's salt, adapter.
     """
     digest = hashlib.blake2b(parent or hashlib.sha256(extra.encode()).digest(), digest_size=16)
-    digest.update(array("q", token_ids).tobytes())
+    digest.update(tokens)
     return digest.digest()
 
 
 @dataclass(slots=True)
 class _Entry:
-    tokens: tuple[int, ...]
+    tokens: bytes
     depth: int
     blocks: dict[str, int]  # tier -> block id
 
@@ -40,10 +45,10 @@ class PrefixIndex:
         self._entries: dict[BlockKey, _Entry] = {}
         self._keys: dict[tuple[str, int], BlockKey] = {}
 
-    def find(self, key: BlockKey, tier: str, token_ids: Sequence[int] | None = None) -> int | None:
-        """The block of ``tier`` that holds ``key``'s content; checked against ``token_ids`` where given."""
+    def find(self, key: BlockKey, tier: str, tokens: bytes | None = None) -> int | None:
+        """The block of ``tier`` that holds ``key``'s content; checked against ``tokens`` where given."""
         entry = self._entries.get(key)
-        if entry is None or (token_ids is not None and entry.tokens != tuple(token_ids)):
+        if entry is None or (tokens is not None and entry.tokens != tokens):
             return None
         return entry.blocks.get(tier)
 
@@ -55,10 +60,10 @@ class PrefixIndex:
         """Blocks before it in its sequence."""
         return self._entries[key].depth
 
-    def enter(self, key: BlockKey, tier: str, block_id: int, token_ids: Sequence[int], depth: int) -> bool:
+    def enter(self, key: BlockKey, tier: str, block_id: int, tokens: bytes, depth: int) -> bool:
         """A block holds ``key``'s content from now on. False if another block of the tier does already."""
-        entry = self._entries.setdefault(key, _Entry(tuple(token_ids), depth, {}))
-        if tier in entry.blocks or entry.tokens != tuple(token_ids):
+        entry = self._entries.setdefault(key, _Entry(tokens, depth, {}))
+        if tier in entry.blocks or entry.tokens != tokens:
             return False
         entry.blocks[tier] = block_id
         self._keys[tier, block_id] = key

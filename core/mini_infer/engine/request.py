@@ -44,6 +44,7 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of full blocks, as far as computed (prefix caching only)
+    block_tokens: list[bytes] = field(default_factory=list)  # their tokens, packed
     num_keyed_blocks: int = 0  # leading blocks whose keys are in the index
     awaited_copies: dict[int, int] = field(default_factory=dict)  # block index -> the copy that it waited for
     num_computed_tokens: int = 0  # KV known to be right, steps in flight not counted

@@ -1,7 +1,7 @@
 """CachePolicy: which computed blocks are kept, matched, evicted, moved to another tier. It never touches a count."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BlockKey = bytes
@@ -70,10 +70,11 @@ class CachePolicy(ABC):
         return
 
     @abstractmethod
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
         """Choose ``count`` of ``cached`` (blocks of ``tier`` that nobody holds) to be dropped, in order.
 
-        ``cached`` is in the order in which they became so. Blocks at either end of a copy are not among them.
+        ``cached`` is in the order in which they became so, and may be large: it is walked lazily, and asked whether it
+        holds a key at once. Blocks at either end of a copy are not among them.
 
         Fewer than ``count``, or others than offered, are a ``PluginError``.
         """

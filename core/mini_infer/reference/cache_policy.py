@@ -1,6 +1,6 @@
 """The reference ``CachePolicy``: a block that nobody holds is free at once; nothing is ever matched."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mini_infer.interfaces.cache_policy import BlockKey, CachedBlock, CachePolicy
 
@@ -14,6 +14,6 @@ class FreeAtOnce(CachePolicy):
         """Never."""
         return False
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
         """Nothing is cached, so nothing is asked."""
-        return cached[:count]
+        return list(cached)[:count]

@@ -17,11 +17,11 @@ from mini_infer.interfaces.executor import Executor, PendingOutput
 from mini_infer.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping, Sequence
 
     from mini_infer.build_context import BuildContext
     from mini_infer.interfaces import StepWorker
-    from mini_infer.plan import Grant, LateInputs, StepOutput, StepPlan
+    from mini_infer.plan import Grant, LateInputs, NewRow, StepOutput, StepPlan
 
 name = "plan-check"
 api_version = 0
@@ -106,29 +106,49 @@ class PlanCheck(Executor):
         self._last_step_id = plan.step_id
         for slot in plan.released:
             self._rows.pop(slot, None)
+        in_use = {block for row in self._rows.values() for block in row.blocks}
+        in_use |= {block for step in self._unread for block in step.blocks}
+        handed: dict[int, tuple[_Row, int]] = {}  # block -> the row that gets it, and its place there
         for new in plan.new:
             _require(new.slot not in self._rows, f"slot {new.slot} has a request already")
-            self._rows[new.slot] = _Row(list(new.block_ids), new.num_computed_tokens)
+            num_hits = new.num_computed_tokens // self._block_size
+            row = self._rows[new.slot] = _Row(list(new.block_ids[:num_hits]), new.num_computed_tokens)
+            self._hand(row, new.slot, new.block_ids[num_hits:], in_use, handed)
         slots = Counter(grant.slot for grant in plan.grants)
         _require(all(count == 1 for count in slots.values()), f"a slot has two rows in one step: {slots}")
-        taken = {block for row in self._rows.values() for block in row.blocks}
-        taken |= {block for step in self._unread for block in step.blocks}
-        step = _Step(plan, [self._grow(grant, taken) for grant in plan.grants])
+        step = _Step(plan, [self._grow(grant, in_use, handed) for grant in plan.grants])
+        for new in plan.new:
+            self._check_hits(new, handed)
         step.blocks = {block for row in step.rows for block in row.blocks}
         return step
 
-    def _grow(self, grant: Grant, taken: set[int]) -> _Row:
+    def _grow(self, grant: Grant, in_use: set[int], handed: dict[int, tuple[_Row, int]]) -> _Row:
         _require(grant.slot in self._rows, f"slot {grant.slot} has no request")
         row = self._rows[grant.slot]
-        for block in grant.new_block_ids:
-            _require(block > 0, f"the null block is handed to slot {grant.slot}")
-            _require(block not in taken, f"block {block} is handed to slot {grant.slot}, but is in use")
-            taken.add(block)
-            row.blocks.append(block)
+        self._hand(row, grant.slot, grant.new_block_ids, in_use, handed)
         row.num_tokens += grant.num_tokens + len(grant.draft_token_ids)
         room = len(row.blocks) * self._block_size
         _require(row.num_tokens <= room, f"slot {grant.slot} has room for {room} tokens, not {row.num_tokens}")
         return row
+
+    def _hand(
+        self, row: _Row, slot: int, blocks: Sequence[int], in_use: set[int], handed: dict[int, tuple[_Row, int]]
+    ) -> None:
+        for block in blocks:
+            _require(block > 0, f"the null block is handed to slot {slot}")
+            _require(
+                block not in in_use and block not in handed, f"block {block} is handed to slot {slot}, but is in use"
+            )
+            handed[block] = row, len(row.blocks)
+            row.blocks.append(block)
+
+    def _check_hits(self, new: NewRow, handed: Mapping[int, tuple[_Row, int]]) -> None:
+        """What a row takes for computed is filled by this step at the latest."""
+        for place, block in enumerate(new.block_ids[: new.num_computed_tokens // self._block_size]):
+            if block in handed:
+                row, its_place = handed[block]
+                full = its_place == place and row.num_tokens >= (place + 1) * self._block_size
+                _require(full, f"slot {new.slot} shares block {block}, which this step does not fill")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ engines, with hardly a block to spare, must give each request its own tokens: th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,7 +68,7 @@ class Checked(CachePolicy):
     def touch(self, keys: Iterable[BlockKey]) -> None:
         self.inner.touch(keys)
 
-    def evict(self, tier: str, cached: Sequence[BlockKey], count: int) -> Sequence[BlockKey]:
+    def evict(self, tier: str, cached: Collection[BlockKey], count: int) -> Sequence[BlockKey]:
         offered = list(cached)
         chosen = self.inner.evict(tier, cached, count)
         assert list(cached) == offered, "evict() changed what it was offered"

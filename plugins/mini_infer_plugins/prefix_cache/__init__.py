@@ -1,0 +1,1 @@
+"""Computed blocks kept and shared by content."""
