@@ -125,12 +125,12 @@ def test_a_plugin_that_misses_nothing_is_used(distributions: FakeDistributions) 
 
 
 def test_unknown_names_are_told_with_the_nearest() -> None:
-    known = [plugin("prefix-cache"), plugin("ngram")]
+    known = [plugin("block-cache"), plugin("ngram")]
     with pytest.raises(PluginNotFoundError) as caught:
-        manager("prefx-cache", "ngrm", modules=known, without=["defalt"])
+        manager("blck-cache", "ngrm", modules=known, without=["defalt"])
     assert str(caught.value).splitlines() == [
         "argument: without: no plugin 'defalt' is installed; did you mean 'default'?",
-        "argument: plugins: no plugin 'prefx-cache' is installed; did you mean 'prefix-cache'?",
+        "argument: plugins: no plugin 'blck-cache' is installed; did you mean 'block-cache'?",
         "argument: plugins: no plugin 'ngrm' is installed; did you mean 'ngram'?",
     ]
 
@@ -268,12 +268,12 @@ class CacheSettings(BaseModel, extra="forbid"):
 
 def test_a_plugins_settings_are_read_by_its_own_model() -> None:
     chosen = load_settings(
-        arguments={"plugins": ["prefix-cache"], "plugin": {"prefix-cache": {"eviction": "lfu"}}},
-        environ={"MINI_INFER_PLUGIN__PREFIX_CACHE__BLOCK_SIZE": "8"},
-        overrides={"plugin.prefix-cache.share": "1e-2"},
+        arguments={"plugins": ["block-cache"], "plugin": {"block-cache": {"eviction": "lfu"}}},
+        environ={"MINI_INFER_PLUGIN__BLOCK_CACHE__BLOCK_SIZE": "8"},
+        overrides={"plugin.block-cache.share": "1e-2"},
     )
-    found = PluginManager(chosen, device="cpu", modules=[plugin("prefix-cache", Settings=CacheSettings)])
-    assert asked(found).settings_of("prefix-cache", CacheSettings) == CacheSettings(
+    found = PluginManager(chosen, device="cpu", modules=[plugin("block-cache", Settings=CacheSettings)])
+    assert asked(found).settings_of("block-cache", CacheSettings) == CacheSettings(
         block_size=8, eviction="lfu", share=0.01
     )
 
@@ -281,17 +281,17 @@ def test_a_plugins_settings_are_read_by_its_own_model() -> None:
 def test_wrong_tables_of_plugins_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mini-infer.toml").write_text(
-        'plugins = ["prefix-cache", "bare"]\n[plugin.prefix-cache]\nblock_sise = 8\nshare = "much"\n'
-        "[plugin.bare]\nx = 1\n[plugin.prefx-cache]\n[plugin.idle]\nx = 1\n"
+        'plugins = ["block-cache", "bare"]\n[plugin.block-cache]\nblock_sise = 8\nshare = "much"\n'
+        "[plugin.bare]\nx = 1\n[plugin.blck-cache]\n[plugin.idle]\nx = 1\n"
     )
-    modules = [plugin("prefix-cache", Settings=CacheSettings), plugin("bare"), plugin("idle")]
+    modules = [plugin("block-cache", Settings=CacheSettings), plugin("bare"), plugin("idle")]
     with pytest.raises(ConfigError) as caught:
         PluginManager(load_settings(environ={}), device="cpu", modules=modules)
     assert sorted(str(caught.value).splitlines()) == [
-        "mini-infer.toml:3: unknown key 'plugin.prefix-cache.block_sise'; did you mean 'block_size'?",
-        "mini-infer.toml:4: 'plugin.prefix-cache.share' should be a valid number, not 'much'",
+        "mini-infer.toml:3: unknown key 'plugin.block-cache.block_sise'; did you mean 'block_size'?",
+        "mini-infer.toml:4: 'plugin.block-cache.share' should be a valid number, not 'much'",
         "mini-infer.toml:5: plugin 'bare' (in memory) has no settings",
-        "mini-infer.toml:7: unknown key 'plugin.prefx-cache'; did you mean 'prefix-cache'?",
+        "mini-infer.toml:7: unknown key 'plugin.blck-cache'; did you mean 'block-cache'?",
     ]
 
 
