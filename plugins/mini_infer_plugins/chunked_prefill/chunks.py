@@ -17,6 +17,7 @@ class ChunksBesideDecodes(ChunkPolicy):
         equal_history: tokens of history that make a prompt's token cost twice as much as one that has none.
     """
 
+    name = "chunked-prefill"
     _DECODES_A_PROMPT = 4
     _TILE = 128  # tokens that matrix products take at a time: a step of fewer takes no less time
 

@@ -8,7 +8,7 @@ from mini_infer.plugins import hookimpl
 
 if TYPE_CHECKING:
     from mini_infer.build_context import BuildContext
-    from mini_infer.interfaces import Scheduler
+    from mini_infer.interfaces import SchedulingPolicy
 
 name = "chunked-prefill"
 api_version = 0
@@ -33,10 +33,8 @@ class Settings(BaseModel):
 
 
 @hookimpl
-def scheduler(context: "BuildContext") -> "Scheduler":
-    from mini_infer.reference.scheduler import ArrivalOrder, ComposedScheduler, LastArrived
+def scheduling_policies(context: "BuildContext") -> "list[SchedulingPolicy]":
     from mini_infer_plugins.chunked_prefill.chunks import ChunksBesideDecodes
 
     settings = context.settings_of(name, Settings)
-    chunks = ChunksBesideDecodes(settings.max_tokens_beside_decodes, settings.equal_history)
-    return ComposedScheduler(ArrivalOrder(), LastArrived(), chunks)
+    return [ChunksBesideDecodes(settings.max_tokens_beside_decodes, settings.equal_history)]
