@@ -1,7 +1,7 @@
 """StepCost: what a step costs, learned from the steps that were. For chunk policies with a time to keep.
 
 A step takes ``base + token * tokens + pair * pairs`` seconds, where ``pairs`` counts, for each token run, the tokens
-before it. Least squares over past steps, old ones fading, fit the three.
+before its chunk. Least squares over past steps, old ones fading, fit the three.
 
 Contract: the only clock is the view's, so replay works. A step's duration is the time from one view to the next, and
 counts only if a request was running in both, for else the engine may have slept between.
