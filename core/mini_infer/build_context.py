@@ -1,11 +1,11 @@
 """What a hook is told when the engine is built.
 
-Contract: one context per engine, never changed; it holds everything that a hook may read, so hooks need no globals.
+Contract: one context per engine; it holds everything that a hook may read or share, so hooks need no globals.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from mini_infer.errors import PluginError
@@ -31,6 +31,7 @@ class BuildContext:
             decides it, as set.
         log: writes one line to the log of the start.
         plugin_settings: the checked ``Settings`` of each enabled plugin, by plugin name.
+        objects: what plugins share between their hooks; see ``shared``.
     """
 
     settings: Settings
@@ -38,6 +39,14 @@ class BuildContext:
     dtype: str
     log: Callable[[str], None]
     plugin_settings: Mapping[str, BaseModel]
+    objects: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def shared(self, plugin: str, make: Callable[[], S]) -> S:
+        """Returns the one object of this engine that several hooks of a plugin need; the first caller makes it."""
+        if plugin not in self.objects:
+            self.objects[plugin] = make()
+        found: S = self.objects[plugin]
+        return found
 
     @overload
     def settings_of(self, plugin: str) -> BaseModel: ...

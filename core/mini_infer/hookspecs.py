@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Proposer,
         Sampler,
         Scheduler,
+        SchedulingPolicy,
         ServerExtension,
         StepRunner,
         WeightLoader,
@@ -48,6 +49,7 @@ LISTS = (
     "model_adapters",
     "weight_loaders",
     "attention_backends",
+    "scheduling_policies",
     "logits_processors",
     "model_transforms",
     "extensions",
@@ -80,7 +82,7 @@ def attention_backends(context: BuildContext) -> Sequence[type[AttentionBackend]
 
 @hookspec(firstresult=True)
 def scheduler(context: BuildContext) -> Scheduler | None:
-    """Returns the scheduler, or ``None``. The core's serves first come, first served, with whole prompts."""
+    """Returns a whole scheduler, or ``None``. The core's is put together of ``scheduling_policies``."""
     raise NotImplementedError
 
 
@@ -111,6 +113,17 @@ def step_runner(context: BuildContext) -> StepRunner | None:
 @hookspec(firstresult=True)
 def proposer(context: BuildContext) -> Proposer | None:
     """Returns the source of draft tokens, or ``None``. With no answer nothing is speculated."""
+    raise NotImplementedError
+
+
+@hookspec
+def scheduling_policies(context: BuildContext) -> Sequence[SchedulingPolicy]:
+    """Returns policies with a ``name``, each an ``OrderPolicy``, a ``VictimPolicy`` or a ``ChunkPolicy``.
+
+    ``engine.order``, ``engine.victim`` and ``engine.chunks`` name one each; "auto" takes the first in the order of
+    ``plugins``, with the core's (first come, first served; who came last yields; whole prompts) last, and records a
+    ``Choice``. Where a plugin answers ``scheduler`` none is used.
+    """
     raise NotImplementedError
 
 

@@ -27,15 +27,16 @@ ANSWERS = {
     "model_adapters": interfaces.ModelAdapter,
     "weight_loaders": interfaces.WeightLoader,
     "attention_backends": interfaces.AttentionBackend,
+    "scheduling_policies": interfaces.OrderPolicy,
     "logits_processors": interfaces.LogitsProcessor,
     "model_transforms": interfaces.ModelTransform,
     "extensions": interfaces.ServerExtension,
 }
 
 
-def test_there_are_twelve_hooks_and_no_other() -> None:
+def test_there_are_thirteen_hooks_and_no_other() -> None:
     specified = [name for name, value in vars(hookspecs).items() if hasattr(value, "mini_infer_spec")]
-    assert sorted(specified) == sorted(HOOKS) and len(HOOKS) == 12
+    assert sorted(specified) == sorted(HOOKS) and len(HOOKS) == 13
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -38,7 +38,6 @@ from mini_infer.messages import ModelFacts
 from mini_infer.model.checkpoint import LoadedModel, attention_layers, load_checkpoint
 from mini_infer.progress import counted_progress
 from mini_infer.reference.cache_policy import FreeAtOnce
-from mini_infer.reference.scheduler import first_come_first_served
 from mini_infer.reference.step_runner import PlainStepRunner
 from mini_infer.sampling.sampler import ReferenceSampler
 from mini_infer.sampling.state import SamplingState
@@ -134,7 +133,7 @@ class _Builder:
         self._c.executor.start(worker)
         parts = EngineParts(
             executor=self._c.executor,
-            scheduler=self._one("scheduler", first_come_first_served),
+            scheduler=self._c.scheduler,
             kv=KVManager(memory.num_blocks, self._block_size, self._policy),
             limits=EngineLimits(
                 max_model_len=memory.max_model_len,

@@ -11,6 +11,7 @@ import torch
 
 from mini_infer.build.attention_choice import choose_backend
 from mini_infer.build.device import expect_dtype, resolve_device
+from mini_infer.build.scheduler_choice import choose_scheduler
 from mini_infer.choices import Choice
 from mini_infer.errors import ConfigError
 from mini_infer.model.checkpoint import FoundCheckpoint, attention_layers, find_checkpoint
@@ -19,7 +20,7 @@ from mini_infer.reference.executor import InlineExecutor
 
 if TYPE_CHECKING:
     from mini_infer.build_context import BuildContext
-    from mini_infer.interfaces import AttentionBackend, Executor, KVCacheSpec, Proposer
+    from mini_infer.interfaces import AttentionBackend, Executor, KVCacheSpec, Proposer, Scheduler
     from mini_infer.settings import Settings
 
 
@@ -34,6 +35,7 @@ class Composition:
         found: the checkpoint.
         backends: the attention backend of each KV group.
         executor: not started.
+        scheduler: a plugin's whole one, or three policies put together.
         overlap: whether the next step is launched before the last is read.
         choices: for each "auto" resolved so far.
         log: the start log so far.
@@ -45,6 +47,7 @@ class Composition:
     found: FoundCheckpoint
     backends: "dict[KVCacheSpec, type[AttentionBackend]]"
     executor: "Executor"
+    scheduler: "Scheduler"
     overlap: bool
     choices: list[Choice]
     log: list[str]
@@ -89,7 +92,9 @@ def compose(settings: "Settings", modules: Sequence[Any] = ()) -> Composition:
             choices.append(choice)
     executor, overlap, choice = _choose_overlap(settings, manager, context)
     choices += [choice] if choice else []
-    return Composition(settings, manager, context, found, backends, executor, overlap, choices, log)
+    scheduler, scheduling = choose_scheduler(manager, context)
+    choices += scheduling
+    return Composition(settings, manager, context, found, backends, executor, scheduler, overlap, choices, log)
 
 
 def _choose_overlap(

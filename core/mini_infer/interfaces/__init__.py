@@ -16,6 +16,7 @@ from mini_infer.interfaces.scheduler import (
     Schedule,
     Scheduler,
     SchedulerView,
+    SchedulingPolicy,
     VictimPolicy,
     Wish,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Schedule",
     "Scheduler",
     "SchedulerView",
+    "SchedulingPolicy",
     "ServerExtension",
     "StepEvents",
     "StepOutput",

@@ -138,15 +138,34 @@ class Scheduler(ABC):
         """
 
 
-class OrderPolicy(ABC):
-    """In which order waiting requests are considered."""
+class SchedulingPolicy(ABC):  # noqa: B024 - what its three kinds decide is abstract in them
+    """One of the three parts of a ``ComposedScheduler``.
+
+    Attributes:
+        name: what ``engine.order``, ``engine.victim`` or ``engine.chunks`` calls it; a plugin's must have one.
+    """
+
+    name: str = ""
+
+    def begin_step(self, view: SchedulerView) -> None:  # noqa: B027 - most keep no accounts
+        """Called once a step, before any other call, for policies that keep accounts. Must not keep the view."""
+
+
+class OrderPolicy(SchedulingPolicy):
+    """In which order waiting requests are considered.
+
+    Attributes:
+        ranks_running: the order holds for running requests too: one that waits may take blocks from one that runs.
+    """
+
+    ranks_running: bool = False
 
     @abstractmethod
     def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
-        """The same requests, most important first."""
+        """The same requests, most important first; with ``ranks_running`` asked about running ones too."""
 
 
-class VictimPolicy(ABC):
+class VictimPolicy(SchedulingPolicy):
     """Who yields when blocks run out."""
 
     @abstractmethod
@@ -154,9 +173,15 @@ class VictimPolicy(ABC):
         """As ``Scheduler.victim``."""
 
 
-class ChunkPolicy(ABC):
-    """How many of a prompt's tokens run in one step."""
+class ChunkPolicy(SchedulingPolicy):
+    """How many of a prompt's tokens run in one step.
+
+    Attributes:
+        lets_pass: a waiting request that gets 0 lets those behind it go ahead; otherwise it ends the admissions.
+    """
+
+    lets_pass: bool = False
 
     @abstractmethod
     def chunk(self, request: RequestView, budget_left: int, view: SchedulerView) -> int:
-        """From 0 (not in this step) to ``min(budget_left, request.num_tokens_to_do)``."""
+        """From 0 (not in this step) to ``min(budget_left, request.num_tokens_to_do)``; once a step and request."""

@@ -32,6 +32,7 @@ _ANSWERS: dict[str, tuple[type, ...]] = {
     "model_adapters": (interfaces.ModelAdapter,),
     "weight_loaders": (interfaces.WeightLoader,),
     "attention_backends": (interfaces.AttentionBackend,),
+    "scheduling_policies": (interfaces.OrderPolicy, interfaces.VictimPolicy, interfaces.ChunkPolicy),
     "logits_processors": (interfaces.LogitsProcessor, interfaces.LateLogitsProcessor),
     "model_transforms": (interfaces.ModelTransform,),
     "extensions": (interfaces.Observer, interfaces.ServerExtension),

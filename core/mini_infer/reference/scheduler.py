@@ -20,6 +20,8 @@ from mini_infer.interfaces.scheduler import (
 class ArrivalOrder(OrderPolicy):
     """First come, first served."""
 
+    name = "arrival"
+
     def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
         """As they came."""
         return waiting
@@ -27,6 +29,8 @@ class ArrivalOrder(OrderPolicy):
 
 class LastArrived(VictimPolicy):
     """Whoever came last yields; the asker itself if nobody came after it."""
+
+    name = "last-arrived"
 
     def victim(self, asker: RequestView, candidates: Sequence[RequestView]) -> RequestView:
         """The latest of all."""
@@ -36,6 +40,8 @@ class LastArrived(VictimPolicy):
 
 class WholePrompts(ChunkPolicy):
     """A prompt runs in one step; only one that no step could hold is cut."""
+
+    name = "whole-prompts"
 
     def chunk(self, request: RequestView, budget_left: int, view: SchedulerView) -> int:
         """All, or nothing if it has to wait for a step with more room."""
@@ -49,7 +55,8 @@ class ComposedScheduler(Scheduler):
     """Running requests first, then waiting ones by ``order``, each as many tokens as ``chunk`` says.
 
     Decoding requests come before prompts that are under way, and drafts are taken as far as the budget goes. A waiting
-    request that gets nothing ends the step's admissions, so that nobody is overtaken for want of room.
+    request that gets nothing ends the step's admissions, so that nobody is overtaken for want of room, unless ``chunk``
+    lets others pass. Where ``order`` ranks running requests too, it decides who is served first when blocks run out.
     """
 
     def __init__(self, order: OrderPolicy, victim: VictimPolicy, chunk: ChunkPolicy) -> None:
@@ -59,6 +66,8 @@ class ComposedScheduler(Scheduler):
 
     def schedule(self, view: SchedulerView) -> Schedule:
         """See ``Scheduler.schedule``."""
+        for policy in (self._order, self._victim, self._chunk):
+            policy.begin_step(view)
         budget = view.token_budget
         wishes: list[Wish] = []
         for request in sorted(view.running, key=lambda r: r.num_tokens_to_do > 1):
@@ -70,11 +79,16 @@ class ComposedScheduler(Scheduler):
         room = view.max_num_seqs - view.num_running
         for request in self._order.order(view.waiting, view.now):
             num_tokens = self._chunk.chunk(request, budget, view) if room and budget else 0
-            if not num_tokens:
+            if num_tokens:
+                wishes.append(Wish(request, num_tokens))
+                budget -= num_tokens
+                room -= 1
+            elif not (room and budget and self._chunk.lets_pass):
                 break
-            wishes.append(Wish(request, num_tokens))
-            budget -= num_tokens
-            room -= 1
+        if self._order.ranks_running and len(wishes) > 1:
+            ranked = self._order.order([wish.request for wish in wishes], view.now)
+            rank = {id(request): position for position, request in enumerate(ranked)}
+            wishes.sort(key=lambda wish: rank[id(wish.request)])
         return Schedule(wishes)
 
     def victim(self, asker: RequestView, candidates: Sequence[RequestView]) -> RequestView:

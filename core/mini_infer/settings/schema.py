@@ -97,6 +97,11 @@ class EngineSettings(BaseModel):
     attention: str = Field(
         default="auto", description="an attention backend's name; auto: the best that fits each KV group"
     )
+    order: str = Field(default="auto", description="an order policy's name; auto: the first that a plugin offers")
+    victim: str = Field(
+        default="auto", description="a victim policy's name, such as last-arrived; auto: the first that a plugin offers"
+    )
+    chunks: str = Field(default="auto", description="a chunk policy's name; auto: the first that a plugin offers")
     block_size: Count | None = Field(
         default=None, description="tokens a KV block; 16 unless a backend in use says otherwise"
     )

@@ -2,11 +2,12 @@
 
 from random import Random
 
-from mini_infer.interfaces import SamplingParams
+from mini_infer.interfaces import SamplingParams, Wish
 from mini_infer.messages import EngineRequest
 from mini_infer.reference.scheduler import ArrivalOrder, ComposedScheduler, LastArrived
 from mini_infer.testing import make_engine, run_engine
 from mini_infer.testing.contracts import scheduler_suite
+from mini_infer.testing.contracts.scheduler import FakeRequest, World
 from mini_infer_plugins.chunked_prefill.chunks import ChunksBesideDecodes
 
 
@@ -71,3 +72,50 @@ def test_while_few_decode_a_prompt_is_whole() -> None:
 def test_alone_a_prompt_is_whole() -> None:
     engine = make_engine("llama", plugins=["chunked-prefill"], max_model_len=128).engine
     assert len(run_engine(engine, [request("a", 100, 1)])["a"].token_ids) == 1
+
+
+TestContractWithTarget = scheduler_suite(
+    lambda: ComposedScheduler(
+        ArrivalOrder(), LastArrived(), ChunksBesideDecodes(5, itl_target=0.02, long_prompt=20, max_long_tokens=3)
+    ),
+    num_traffics=2,
+)
+
+
+def fake(name: str, prompt: int, output: int = 1000) -> FakeRequest:
+    return FakeRequest(name, 0.0, prompt, output, 0, None, None)
+
+
+def test_steps_keep_the_target_once_their_cost_is_known() -> None:
+    """A device of 4 ms a step, 20 us a token and 3 ns a token and token of history, and prompts of many lengths."""
+    world = World.random(3)
+    world.budget, world.max_num_seqs, world.now = 8192, 64, 0.0
+    target = 0.012
+    scheduler = ComposedScheduler(ArrivalOrder(), LastArrived(), ChunksBesideDecodes(8192, itl_target=target))
+    world.running = [fake(str(number), 8) for number in range(8)]
+    for request in world.running:
+        request.running, request.num_computed, request.num_output_tokens = True, 8, 1
+    late: list[float] = []
+    for step in range(400):
+        if step % 20 == 0:
+            world.waiting.append(fake(f"p{step}", world.rng.randint(300, 6000), 3))
+        schedule = scheduler.schedule(world.view())
+        seconds = 0.004
+        for wish in schedule.wishes:
+            history = wish.request.num_tokens - wish.request.num_tokens_to_do
+            seconds += wish.num_tokens * (20e-6 + 3e-9 * history)
+            world.grant(Wish(wish.request, wish.num_tokens))
+        world.now += seconds
+        if step >= 100:
+            late.append(seconds / target)
+    assert max(late) < 1.05
+    assert sum(share > 0.9 for share in late) > 30  # and no chunk is smaller than it need be
+
+
+def test_short_prompts_slip_past_long_ones() -> None:
+    chunks = ChunksBesideDecodes(512, long_prompt=100, max_long_tokens=40)
+    world = World.random(0)
+    world.budget, world.max_num_seqs = 64, 8
+    world.waiting = [fake("long", 300), fake("longer", 400), fake("short", 10)]
+    wishes = ComposedScheduler(ArrivalOrder(), LastArrived(), chunks).schedule(world.view()).wishes
+    assert [(wish.request.request_id, wish.num_tokens) for wish in wishes] == [("long", 40), ("short", 10)]

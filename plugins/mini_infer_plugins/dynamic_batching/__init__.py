@@ -1,0 +1,1 @@
+"""Arrivals collected for a moment, so that like prompts run together."""

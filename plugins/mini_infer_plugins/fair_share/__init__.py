@@ -1,0 +1,1 @@
+"""Equal service to tenants."""

@@ -1,0 +1,1 @@
+"""Targets for the first token and for the time between tokens."""
