@@ -45,7 +45,7 @@ def _llm(model: str, *, plugin: bool) -> Any:
     from mini_infer import LLM
 
     engine = {"max_model_len": 2048, "skip_tokenizer": True}
-    return LLM(model, plugins=["default", "prefix-cache"] if plugin else ["default"], engine=engine)
+    return LLM(model, without=[] if plugin else ["prefix-cache"], engine=engine)
 
 
 def _prompts(rng: random.Random) -> Callable[[int], list[int]]:

@@ -34,7 +34,8 @@ def run(engine: str, workload: Workload, repeats: int, threads: int) -> list[flo
 
 def _command(engine: str, port: int) -> list[str]:
     if engine == "mini-infer-serve":
-        return [sys.executable, "-m", "mini_infer", "serve", "--port", str(port)]
+        without = ["--set", 'without=["prefix-cache"]']  # the same prompts come again in each round
+        return [sys.executable, "-m", "mini_infer", "serve", "--port", str(port), *without]
     if engine == "transformers-serve":
         options = ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--continuous-batching"]
         options += ["--cb-block-size", "32", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "512"]

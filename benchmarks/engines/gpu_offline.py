@@ -99,6 +99,7 @@ def build(
     arguments = {
         "model": model_folder(model),
         "plugins": names,
+        "without": ["prefix-cache"],  # the same prompts come again in each repeat
         "engine": engine,
         "plugin": {**_WEIGHTS, **(plugin or {})},
     }

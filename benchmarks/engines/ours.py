@@ -1,4 +1,4 @@
-"""Mini-Infer, in process, with the default plugins."""
+"""Mini-Infer, in process, with the default plugins but prefix-cache: the same prompts are run again and again."""
 
 import time
 
@@ -13,7 +13,7 @@ def run(workload: Workload, repeats: int) -> list[float]:
     engine = {"dtype": workload.dtype, "max_model_len": max(512, longest), "skip_tokenizer": True}
     prompts = workload.prompts()
 
-    with LLM(workload.model, engine=engine) as llm:
+    with LLM(workload.model, without=["prefix-cache"], engine=engine) as llm:
 
         def seconds(output_lens: tuple[int, ...]) -> float:
             params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in output_lens]

@@ -25,8 +25,15 @@ PLUGIN_SETS: Mapping[str, PluginSet] = {
     "default": PluginSet(
         "what serves best on this device",
         {
-            "cpu": ("cpu-attention", "cpu-kernels"),
-            "cuda": ("triton-attention", "fused-kernels", "device-sampler", "cuda-graphs", "chunked-prefill"),
+            "cpu": ("cpu-attention", "cpu-kernels", "prefix-cache"),
+            "cuda": (
+                "triton-attention",
+                "fused-kernels",
+                "device-sampler",
+                "cuda-graphs",
+                "chunked-prefill",
+                "prefix-cache",
+            ),
         },
     ),
     "paged-attention": PluginSet(
